@@ -1,0 +1,316 @@
+"""The one configuration tree: frozen, validated when built, never edited afterwards.
+
+In: YAML files and `--set a.b=c` overrides. Out: `Config`. The defaults are `configs/tiny.yaml`,
+the embedded character; a test holds the two together. Flags are read once, where an object is built.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AudioConfig(Frozen):
+    """Log-mel front end. The hop must divide a video frame, so that audio and video indices agree."""
+
+    sample_rate: Positive = 24_000
+    hop: Positive = 250
+    win: Positive = 600
+    n_fft: Positive = 1024
+    num_mels: Positive = 48
+    f_min: float = 60.0
+    f_max: float = 7600.0
+    past_frames: int = Field(8, ge=0)
+    future_frames: int = Field(4, ge=0)
+
+
+class ModelConfig(Frozen):
+    """Geometry of one character model; every hop takes sizes, rates and counts from here."""
+
+    name: str = "tiny"
+    weights: str = Field("builtin", description="'builtin', 'synthetic', or a safetensors folder")
+    decoder: Literal["reference_warp"] = "reference_warp"
+
+    width: Positive = 384
+    height: Positive = 256
+    fps: Positive = 24
+    frames_per_chunk: Positive = 4
+    latent_stride: Positive = 32
+    patch: Positive = 1
+    latent_channels: Positive = 64
+
+    audio: AudioConfig = AudioConfig()
+    audio_tokens: Positive = 4
+    num_controls: Positive = 7
+    control_tokens: Positive = 1
+    reference_stride: Positive = Field(32, description="pixels of the reference per identity token")
+    prompt_slots: int = Field(0, ge=0)
+    prompt_dim: int = Field(0, ge=0)
+
+    dim: Positive = 192
+    num_blocks: Positive = 8
+    num_heads: Positive = 3
+    head_dim: Positive = 64
+    mlp_dim: Positive = 768
+    adaln_rank: Positive = 96
+    rope_split: tuple[int, int, int] = Field((24, 20, 20), description="dims for time, row, column")
+    rope_theta: tuple[float, float, float] = (1000.0, 50.0, 50.0)
+
+    noise_levels: tuple[float, ...] = Field((1.0, 0.75, 0.5, 0.25), description="one pass for each")
+    cache_policy: Literal["last_pass", "per_pass"] = "last_pass"
+    window_chunks: Positive = Field(5, description="chunks in the cache, the current one included")
+    position_reset_steps: Positive = 42
+
+    @property
+    def token_stride(self) -> int:
+        return self.latent_stride * self.patch
+
+    @property
+    def grid_rows(self) -> int:
+        return self.height // self.token_stride
+
+    @property
+    def grid_columns(self) -> int:
+        return self.width // self.token_stride
+
+    @property
+    def video_tokens(self) -> int:
+        return self.grid_rows * self.grid_columns
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        return self.video_tokens + self.audio_tokens + self.control_tokens
+
+    @property
+    def token_channels(self) -> int:
+        return self.latent_channels * self.patch**2
+
+    @property
+    def reference_rows(self) -> int:
+        return self.height // self.reference_stride
+
+    @property
+    def reference_columns(self) -> int:
+        return self.width // self.reference_stride
+
+    @property
+    def reference_tokens(self) -> int:
+        return self.reference_rows * self.reference_columns
+
+    @property
+    def prefix_slots(self) -> int:
+        return self.reference_tokens + self.prompt_slots
+
+    @property
+    def cache_slots(self) -> int:
+        return self.prefix_slots + self.window_chunks * self.tokens_per_chunk
+
+    @property
+    def num_caches(self) -> int:
+        """Caches for each block: one for each pass under `per_pass`, else one."""
+        return len(self.noise_levels) if self.cache_policy == "per_pass" else 1
+
+    @property
+    def all_reduces_per_step(self) -> int:
+        return self.num_blocks * len(self.noise_levels)
+
+    @property
+    def chunk_period_s(self) -> float:
+        return self.frames_per_chunk / self.fps
+
+    @property
+    def mels_per_frame(self) -> int:
+        return self.audio.sample_rate // (self.audio.hop * self.fps)
+
+    @property
+    def audio_samples_per_chunk(self) -> int:
+        """Samples at the model's own audio rate."""
+        return self.audio.sample_rate * self.frames_per_chunk // self.fps
+
+    @property
+    def voice_samples_per_chunk(self) -> int:
+        """Samples delivered with each chunk, at 48 kHz."""
+        return 48_000 * self.frames_per_chunk // self.fps
+
+    @model_validator(mode="after")
+    def _geometry_is_possible(self) -> ModelConfig:
+        for side in ("width", "height"):
+            if getattr(self, side) % self.token_stride:
+                raise ValueError(f"{side} must be a multiple of latent_stride x patch")
+            if getattr(self, side) % self.reference_stride:
+                raise ValueError(f"{side} must be a multiple of reference_stride")
+        if sum(self.rope_split) != self.head_dim or any(part % 2 for part in self.rope_split):
+            raise ValueError("rope_split must be three even numbers that add up to head_dim")
+        if self.audio.sample_rate % (self.audio.hop * self.fps):
+            raise ValueError("audio.hop must divide one video frame's samples a whole number of times")
+        if (48_000 * self.frames_per_chunk) % self.fps:
+            raise ValueError("a chunk must hold a whole number of 48 kHz samples")
+        if not self.noise_levels or list(self.noise_levels) != sorted(self.noise_levels, reverse=True):
+            raise ValueError("noise_levels must fall from pass to pass")
+        if not (0 < self.noise_levels[-1] and self.noise_levels[0] <= 1):
+            raise ValueError("noise_levels must lie in (0, 1]")
+        if (self.prompt_slots == 0) != (self.prompt_dim == 0):
+            raise ValueError("prompt_slots and prompt_dim are given together")
+        return self
+
+
+class Optimizations(Frozen):
+    """One flag for each optimisation; each keeps a plain path with the same checkpoint keys."""
+
+    write_time_rope: bool = True
+    ring_cache: bool = True
+    precomputed_modulation: bool = True
+    dedicated_decoder: bool = True
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _combinations_are_possible(self) -> Optimizations:
+        if self.ring_cache and not self.write_time_rope:
+            raise ValueError(
+                "ring_cache needs write_time_rope: once the ring wraps, slot order is no longer "
+                "time order, so keys rotated by slot at read time get wrong positions"
+            )
+        return self
+
+
+class EngineConfig(Frozen):
+    """The group's compute: a diffusion model, or the flash-and-beep pattern that needs none."""
+
+    kind: Literal["diffusion", "pattern"] = "diffusion"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    rank_threads: Positive = 1
+    decoder_threads: Positive = 1
+    ready_timeout_s: Seconds = 120.0
+    degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
+
+
+class DeliveryConfig(Frozen):
+    """Playout and encoding in the session host."""
+
+    playout_chunks: int = Field(2, ge=1, le=4, description="chunks buffered before they play")
+    video_codec: Literal["vp8", "h264"] = "vp8"
+    video_start_kbps: Positive = 1200
+    video_min_kbps: Positive = 300
+    video_max_kbps: Positive = 3000
+    audio_kbps: Positive = 48
+    ice_timeout_s: Seconds = 15.0
+
+    @model_validator(mode="after")
+    def _rates_are_ordered(self) -> DeliveryConfig:
+        if not self.video_min_kbps <= self.video_start_kbps <= self.video_max_kbps:
+            raise ValueError("video_min_kbps <= video_start_kbps <= video_max_kbps must hold")
+        return self
+
+
+class SessionConfig(Frozen):
+    max_duration_s: Seconds = 900.0
+    idle_timeout_s: Seconds = Field(300.0, description="ends a session in which nobody speaks")
+    connect_timeout_s: Seconds = Field(30.0, description="from creation to the first media")
+    reconnect_grace_s: Seconds = 20.0
+    ending_notice_s: Seconds = 30.0
+
+
+class ChatConfig(Frozen):
+    """An OpenAI-compatible chat endpoint; without `base_url` the scripted persona answers."""
+
+    base_url: str | None = None
+    model: str = "gpt-4o-mini"
+    api_key_env: str = "OPENAI_API_KEY"
+    timeout_s: Seconds = 10.0
+
+
+class AgentConfig(Frozen):
+    kind: Literal["local", "none"] = "local"
+    recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
+    whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    chat: ChatConfig = ChatConfig()
+    end_of_turn_silence_s: Seconds = 0.5
+    barge_in_speech_s: Seconds = Field(0.12, description="user speech that stops the character")
+    greet: bool = True
+
+
+class ServerConfig(Frozen):
+    host: str = "127.0.0.1"
+    port: int = Field(8080, ge=0, le=65_535)
+    api_key_env: str = Field("CHARACTERS_API_KEY", description="when set, POST /v1/sessions needs it")
+    allowed_origins: tuple[str, ...] = ()
+    client_secret_ttl_s: Seconds = 120.0
+    sessions_per_minute: Positive = Field(60, description="for each client address")
+    max_image_bytes: Positive = 10 * 1024 * 1024
+    run_dir: str | None = Field(None, description="folder for the groups' sockets; a temporary one if unset")
+
+
+class FleetConfig(Frozen):
+    groups: Positive = 1
+    reserve_ttl_s: Seconds = 30.0
+    ping_interval_s: Seconds = 1.0
+    ping_timeout_s: Seconds = 10.0
+    stop_timeout_s: Seconds = 5.0
+
+
+class Config(Frozen):
+    model: ModelConfig = ModelConfig()
+    optimizations: Optimizations = Optimizations()
+    engine: EngineConfig = EngineConfig()
+    delivery: DeliveryConfig = DeliveryConfig()
+    session: SessionConfig = SessionConfig()
+    agent: AgentConfig = AgentConfig()
+    server: ServerConfig = ServerConfig()
+    fleet: FleetConfig = FleetConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Config:
+        if self.engine.degraded_passes > len(self.model.noise_levels):
+            raise ValueError("engine.degraded_passes is more than the model's passes")
+        return self
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be; the message names the file or override and the field."""
+
+
+def load_config(paths: list[Path] | None = None, overrides: list[str] | None = None) -> Config:
+    """Merge YAML files from left to right, then `a.b=c` overrides (values are YAML)."""
+    tree: dict[str, Any] = {}
+    for path in paths or []:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: expected a mapping of settings")
+        _merge(tree, loaded)
+    for override in overrides or []:
+        dotted, equals, text = override.partition("=")
+        if not equals or not dotted:
+            raise ConfigError(f"--set {override}: expected a.b=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override}: {error}") from error
+        for key in reversed(dotted.split(".")):
+            value = {key: value}
+        _merge(tree, value)
+    try:
+        return Config.model_validate(tree)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
