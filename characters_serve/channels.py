@@ -86,7 +86,7 @@ class Inbox:
     def messages(self, timeout_s: float) -> Iterator[Message | None]:
         """Endless; yields None when nothing came for timeout_s."""
         while True:
-            ready = dict(self._poller.poll(timeout_s * 1000))
+            ready = dict(self._poller.poll(round(timeout_s * 1000)))
             channel = next((c for c in self._channels if c.socket in ready), None)
             yield channel.recv() if channel else None
 
