@@ -1,0 +1,54 @@
+"""In: a group's folder. Out: one computing process of it, served until told to leave.
+
+What rank, decoder and pattern do alike: read the resolved configuration, connect to the parent,
+and say Failed with a reason instead of dying silently. Knows nothing of models or media.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from characters_serve.config import Config
+from characters_serve.processes import ControlLink
+
+log = logging.getLogger(__name__)
+
+# The last word (ShutdownAck, Failed) must reach the parent before the process is gone.
+_LINGER_MS = 2000
+
+
+def read_config(group_dir: Path) -> Config:
+    return Config.model_validate_json((group_dir / "config.json").read_text())
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--group-dir", type=Path, required=True)
+    return parser
+
+
+def run_child(
+    name: str, group_dir: Path, serve: Callable[[Config, Path, ControlLink], None]
+) -> int:
+    """Runs serve(config, group_dir, link) and returns the process's exit code."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {group_dir.name}/{name} %(name)s: %(message)s",
+    )
+    link = ControlLink(group_dir, name)
+    link.channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    try:
+        serve(read_config(group_dir), group_dir, link)
+        return 0
+    except Exception as error:
+        log.exception("leaving")
+        link.failed(f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        link.channel.close()
+        zmq.Context.instance().term()
