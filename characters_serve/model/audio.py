@@ -12,11 +12,13 @@ from typing import Final, cast
 import torch
 from torch import Tensor, nn
 
+from characters_serve.config import ModelConfig
+
 LOG_FLOOR: Final = 1e-6
 """Added to the mel power before the logarithm, so log values are at least ``log(1e-6)``."""
 
-LOG_MEL_MEAN: Final = -7.0
-LOG_MEL_STD: Final = 5.0
+LOG_MEL_MEAN: Final = -6.8
+LOG_MEL_STD: Final = 4.6
 """Mean and standard deviation of the logarithm over the training speech, silence included."""
 
 
@@ -131,3 +133,43 @@ class LogMel(nn.Module):
         if pcm.shape[-1] != self.window_samples:
             raise ValueError(f"expected {self.window_samples} samples, got {pcm.shape[-1]}")
         return self.normalise(self.log_mel(pcm))
+
+
+def log_mel_for(model: ModelConfig) -> LogMel:
+    """The front end with a model's rates and context."""
+    audio = model.audio
+    return LogMel(
+        audio.sample_rate,
+        audio.hop,
+        audio.win,
+        audio.n_fft,
+        audio.num_mels,
+        audio.f_min,
+        audio.f_max,
+        audio.past_frames,
+        model.frames_per_chunk * model.mels_per_frame,
+        audio.future_frames,
+    )
+
+
+class AudioEncoder(nn.Module):
+    """A chunk's mel window as one bias vector and `audio_tokens` tokens.
+
+    (B, mel frames, mels) -> (B, 1 + audio_tokens, dim); the first row is the bias.
+    """
+
+    def __init__(self, model: ModelConfig, channels: int = 128, hidden: int = 384) -> None:
+        super().__init__()
+        frames = log_mel_for(model).num_frames
+        self.dim = model.dim
+        self.conv_in = nn.Conv1d(model.audio.num_mels, channels, 3, padding=1)
+        self.conv_out = nn.Conv1d(channels, channels, 3, stride=2, padding=1)
+        self.mix = nn.Linear(channels * ((frames + 1) // 2), hidden)
+        self.out = nn.Linear(hidden, (1 + model.audio_tokens) * model.dim)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        x = nn.functional.silu(self.conv_in(mel.transpose(-1, -2)))
+        x = nn.functional.silu(self.conv_out(x))
+        x = nn.functional.silu(self.mix(x.flatten(-2)))
+        rows: Tensor = self.out(x).unflatten(-1, (-1, self.dim))
+        return rows

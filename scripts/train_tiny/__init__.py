@@ -1,0 +1,1 @@
+"""Trains the embedded talking character from rendered faces and synthesized speech."""
