@@ -1,0 +1,63 @@
+"""In: StepInput. Out: one packed float32 tensor of fixed size, and views of its parts.
+
+One tensor, so that a step's conditioning reaches every rank in one broadcast and a captured step
+always reads the same addresses. Knows nothing of the model that reads it.
+
+    packed: | passes | audio window, samples in [-1, 1] | controls, frames x num_controls |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from characters_serve.config import ModelConfig
+from characters_serve.messages import StepInput
+
+_PCM_SCALE = 1 / 32_768
+
+
+def window_samples(model: ModelConfig) -> int:
+    """Samples of an audio window at the model's rate: its mel frames with their margins."""
+    own = model.mels_per_frame * model.frames_per_chunk
+    frames = model.audio.past_frames + own + model.audio.future_frames
+    return (frames - 1) * model.audio.hop + model.audio.n_fft
+
+
+class PackedStep:
+    """The packed tensor on the device. Filled again for each step; the views never move."""
+
+    def __init__(self, model: ModelConfig, device: torch.device) -> None:
+        self._max_passes = len(model.noise_levels)
+        samples = window_samples(model)
+        controls = model.frames_per_chunk * model.num_controls
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(1 + samples + controls, pin_memory=on_gpu)
+        self.packed = self._host.to(device, copy=True) if on_gpu else self._host
+        self.audio_window = self.packed[1 : 1 + samples]
+        self.controls = self.packed[1 + samples :].view(model.frames_per_chunk, -1)
+        self._host_audio = self._host[1 : 1 + samples]
+        self._host_controls = self._host[1 + samples :]
+
+    @property
+    def passes(self) -> int:
+        return int(self._host[0])
+
+    def fill(self, step: StepInput) -> None:
+        """The latent of the step before has been read by then, so its copy from here is over."""
+        if not 1 <= step.passes <= self._max_passes:
+            raise ValueError(f"passes: {step.passes} is not in 1..{self._max_passes}")
+        window = _values("audio_window", step.audio_window, torch.int16, self._host_audio)
+        controls = _values("controls", step.controls, torch.float32, self._host_controls)
+        self._host[0] = step.passes
+        torch.mul(window, _PCM_SCALE, out=self._host_audio)
+        self._host_controls.copy_(controls)
+        if self.packed is not self._host:
+            self.packed.copy_(self._host, non_blocking=True)
+
+
+def _values(field: str, data: bytes, dtype: torch.dtype, like: Tensor) -> Tensor:
+    expected = like.numel() * dtype.itemsize
+    if len(data) != expected:
+        raise ValueError(f"{field}: {len(data)} bytes, the model takes {expected}")
+    return torch.frombuffer(bytearray(data), dtype=dtype)

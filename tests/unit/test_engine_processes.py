@@ -1,0 +1,209 @@
+"""The engine's processes as their parent sees them: real processes, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from characters_serve.channels import Channel, endpoint
+from characters_serve.config import Config, EngineConfig
+from characters_serve.engine.pattern import luma_of, read_counter
+from characters_serve.engine.step_input import window_samples
+from characters_serve.messages import (
+    CharacterEnded,
+    CharacterReady,
+    EndCharacter,
+    Message,
+    Ping,
+    StartCharacter,
+    StepInput,
+    VideoChunk,
+)
+from characters_serve.processes import ChildFailed, ChildProcess
+
+PATTERN = Config(engine=EngineConfig(kind="pattern"))
+ANSWER_S = 30.0
+
+
+class Group:
+    """The host's side of one group: what it binds, and what its children said."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder = folder
+        self.model = config.model
+        (folder / "config.json").write_text(config.model_dump_json())
+        self.steps = Channel(endpoint(folder, "steps"), "push", bind=True)
+        self.chunks = Channel(endpoint(folder, "chunks"), "pull", bind=True)
+        self.said: asyncio.Queue[Message] = asyncio.Queue()
+        self.exits: asyncio.Queue[str] = asyncio.Queue()
+        self.children: dict[str, ChildProcess] = {}
+
+    async def start(self, name: str, module: str, *arguments: str) -> dict[str, str]:
+        child = ChildProcess(
+            name,
+            f"characters_serve.engine.{module}",
+            self.folder,
+            arguments=arguments,
+            on_message=self.said.put,
+            on_exit=self.exits.put,
+        )
+        self.children[name] = child
+        return (await child.start(timeout_s=60)).details
+
+    async def start_character(self, session_id: str, seed: int = 0) -> None:
+        image = np.random.default_rng(7).integers(0, 256, (self.model.height, self.model.width, 3))
+        message = StartCharacter(session_id, image.astype(np.uint8).tobytes(), seed)
+        for child in self.children.values():
+            await child.send(message)
+            answer = await asyncio.wait_for(self.said.get(), ANSWER_S)
+            assert isinstance(answer, CharacterReady)
+            assert (answer.session_id, answer.process) == (session_id, child.name)
+
+    async def end_character(self, session_id: str) -> None:
+        for child in self.children.values():
+            await child.send(EndCharacter(session_id))
+            answer = await asyncio.wait_for(self.said.get(), ANSWER_S)
+            assert answer == CharacterEnded(session_id, child.name)
+
+    async def send_step(self, session_id: str, chunk_index: int, passes: int = 4) -> None:
+        model = self.model
+        window = np.random.default_rng(chunk_index).normal(0, 3000, window_samples(model))
+        await self.steps.send(
+            StepInput(
+                session_id=session_id,
+                epoch=1,
+                chunk_index=chunk_index,
+                audio_window=window.astype("<i2").tobytes(),
+                voice_48k=bytes(2 * model.voice_samples_per_chunk),
+                controls=bytes(4 * model.frames_per_chunk * model.num_controls),
+                utterance_id=5,
+                utterance_offset_ms=20.0,
+                last=False,
+                passes=passes,
+            )
+        )
+
+    async def next_chunk(self) -> VideoChunk:
+        chunk = await asyncio.wait_for(self.chunks.recv(), ANSWER_S)
+        assert isinstance(chunk, VideoChunk)
+        return chunk
+
+    async def close(self) -> None:
+        for child in self.children.values():
+            await child.kill()
+        self.steps.close()
+        self.chunks.close()
+
+
+OpenGroup = Callable[[Config], Group]
+
+
+@pytest.fixture
+async def open_group(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OpenGroup]:
+    groups: list[Group] = []
+
+    def open_one(config: Config) -> Group:
+        groups.append(Group(tmp_path_factory.mktemp("g"), config))
+        return groups[-1]
+
+    yield open_one
+    for group in groups:
+        await group.close()
+
+
+def counter(group: Group, frame: bytes) -> int | None:
+    return read_counter(luma_of(frame, group.model.width, group.model.height))
+
+
+async def test_pattern_answers_steps_with_their_frames(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    await group.start("pattern", "pattern")
+    await group.start_character("one")
+    for index in range(3):
+        await group.send_step("one", index)
+    for index in range(3):
+        chunk = await group.next_chunk()
+        assert (chunk.session_id, chunk.epoch, chunk.chunk_index) == ("one", 1, index)
+        assert (chunk.utterance_id, chunk.utterance_offset_ms) == (5, 20.0)
+        assert [counter(group, frame) for frame in chunk.frames_i420] == [
+            4 * index + frame for frame in range(4)
+        ]
+
+
+async def test_steps_of_another_session_are_dropped(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    await group.start("pattern", "pattern")
+    await group.send_step("early", 0)
+    await group.start_character("one")
+    await group.send_step("other", 1)
+    await group.send_step("one", 2)
+    assert (await group.next_chunk()).chunk_index == 2
+    await group.end_character("one")
+    await group.send_step("one", 3)
+    await group.start_character("two")
+    await group.send_step("two", 4)
+    chunk = await group.next_chunk()
+    assert (chunk.session_id, chunk.chunk_index) == ("two", 4)
+
+
+async def test_two_groups_side_by_side_do_not_meet(open_group: OpenGroup) -> None:
+    groups = [open_group(PATTERN), open_group(PATTERN)]
+    await asyncio.gather(*(group.start("pattern", "pattern") for group in groups))
+    for number, group in enumerate(groups):
+        await group.start_character(f"session-{number}")
+        await group.send_step(f"session-{number}", 10 * number)
+        await group.send_step(f"session-{1 - number}", 99)
+        await group.send_step(f"session-{number}", 10 * number + 1)
+    for number, group in enumerate(groups):
+        chunks = [await group.next_chunk() for _ in range(2)]
+        assert [chunk.chunk_index for chunk in chunks] == [10 * number, 10 * number + 1]
+        assert {chunk.session_id for chunk in chunks} == {f"session-{number}"}
+
+
+async def test_shutdown_is_acknowledged_and_leaves_nothing_running(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    await group.start("pattern", "pattern")
+    child = group.children["pattern"]
+    pid = child.pid
+    assert pid is not None
+    started_s = asyncio.get_running_loop().time()
+    await child.stop("test", timeout_s=10)
+    # Far below the timeout: the acknowledgement must not be lost when the child closes its socket.
+    assert asyncio.get_running_loop().time() - started_s < 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert group.exits.empty()
+
+
+async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    child = ChildProcess(
+        "pattern",
+        "characters_serve.engine.pattern",
+        group.folder,
+        on_message=group.said.put,
+        on_exit=group.exits.put,
+        ping_interval_s=0.05,
+        ping_timeout_s=0.5,
+    )
+    group.children["pattern"] = child
+    await child.start(timeout_s=60)
+    await child.send(Ping(12_345))
+    await asyncio.sleep(1.5)
+    assert group.exits.empty()
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    assert "pattern" in await asyncio.wait_for(group.exits.get(), 5)
+
+
+async def test_an_unusable_configuration_is_failed_with_its_reason(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    (group.folder / "config.json").write_text('{"model": {"width": 385}}')
+    with pytest.raises(ChildFailed, match="width must be a multiple"):
+        await group.start("pattern", "pattern")
