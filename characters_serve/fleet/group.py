@@ -1,0 +1,205 @@
+"""In: requests of the gateway. Out: the answers and events of one session host.
+
+A group is one session host process (which starts its ranks, decoder and agent) in a folder of its
+own that ends with it. Knows nothing of leases, HTTP or other groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from characters_serve.config import Config
+from characters_serve.messages import (
+    Answer,
+    CloseSession,
+    Done,
+    Failed,
+    HostMetrics,
+    Interrupt,
+    Message,
+    Offer,
+    OpenSession,
+    Persona,
+    Refused,
+    Say,
+    SessionState,
+)
+from characters_serve.processes import ChildFailed, ChildProcess
+
+log = logging.getLogger(__name__)
+
+HOST_MODULE = "characters_serve.session.host"
+OPEN_TIMEOUT_S = 60.0
+OFFER_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 5.0
+
+
+class RequestRefused(RuntimeError):
+    """The host said no; `status` is the HTTP status that fits."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class GroupGone(RuntimeError):
+    """The host did not answer in time, or is no longer there."""
+
+
+class Group:
+    def __init__(
+        self,
+        group_id: str,
+        config: Config,
+        run_dir: Path,
+        *,
+        on_state: Callable[[SessionState], None],
+        on_metrics: Callable[[HostMetrics], None],
+        on_exit: Callable[[str], Awaitable[None]],
+        host_module: str = HOST_MODULE,
+    ) -> None:
+        self.group_id = group_id
+        self.folder = run_dir / group_id
+        self._config = config
+        self._on_state = on_state
+        self._on_metrics = on_metrics
+        self._on_exit = on_exit
+        self._request_ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._gone: str | None = None
+        self.folder.mkdir(mode=0o700, parents=True)
+        (self.folder / "config.json").write_text(config.model_dump_json(indent=1))
+        self._child = ChildProcess(
+            "host",
+            host_module,
+            self.folder,
+            on_message=self._receive,
+            on_exit=self._exited,
+            ping_interval_s=config.fleet.ping_interval_s,
+            ping_timeout_s=config.fleet.ping_timeout_s,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid
+
+    async def start(self) -> dict[str, str]:
+        """Returns the host's details once it is ready; on failure nothing of it is left."""
+        try:
+            ready = await self._child.start(self._config.engine.ready_timeout_s)
+        except ChildFailed as error:
+            self._end(str(error))
+            raise
+        except asyncio.CancelledError:
+            await self.kill("stopped while starting")
+            raise
+        return ready.details
+
+    async def stop(self, reason: str) -> None:
+        await self._child.stop(reason, self._config.fleet.stop_timeout_s)
+        self._end(reason)
+
+    async def kill(self, reason: str) -> None:
+        await self._child.kill()
+        self._end(reason)
+
+    async def discard(self, reason: str) -> None:
+        """Reports the group as gone, as if its process had died; its owner then ends it."""
+        log.error("discarding group %s: %s", self.group_id, reason)
+        await self._exited(reason)
+
+    async def open_session(
+        self,
+        session_id: str,
+        image_rgb: bytes,
+        persona: Persona,
+        seed: int,
+        max_duration_s: float,
+    ) -> None:
+        request = OpenSession(
+            next(self._request_ids),
+            session_id,
+            image_rgb,
+            persona,
+            seed,
+            max_duration_s,
+            self._config.session.idle_timeout_s,
+        )
+        await self._request(request, OPEN_TIMEOUT_S)
+
+    async def offer(self, session_id: str, sdp: str, takeover: bool) -> str:
+        """Returns the answer's SDP."""
+        request = Offer(next(self._request_ids), session_id, sdp, takeover)
+        answer = await self._request(request, OFFER_TIMEOUT_S)
+        if not isinstance(answer, Answer):
+            raise GroupGone(f"{self.group_id}: an offer was answered by {type(answer).__name__}")
+        return answer.sdp
+
+    async def interrupt(self, session_id: str) -> None:
+        await self._request(Interrupt(next(self._request_ids), session_id), COMMAND_TIMEOUT_S)
+
+    async def say(self, session_id: str, text: str) -> None:
+        await self._request(Say(next(self._request_ids), session_id, text), COMMAND_TIMEOUT_S)
+
+    async def close_session(self, session_id: str, reason: str) -> None:
+        request = CloseSession(next(self._request_ids), session_id, reason)
+        await self._request(request, CLOSE_TIMEOUT_S)
+
+    async def _request(
+        self,
+        request: OpenSession | Offer | Interrupt | Say | CloseSession,
+        timeout_s: float,
+    ) -> Message:
+        if self._gone is not None:
+            raise GroupGone(self._gone)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = future
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._child.send(request)
+                answer = await future
+        except TimeoutError:
+            kind = type(request).__name__
+            raise GroupGone(f"{self.group_id}: no answer to {kind} in {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(request.request_id, None)
+        if isinstance(answer, Refused):
+            raise RequestRefused(answer.status, answer.reason)
+        return answer
+
+    async def _receive(self, message: Message) -> None:
+        match message:
+            case Done(request_id) | Refused(request_id) | Answer(request_id):
+                future = self._waiting.get(request_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case SessionState():
+                self._on_state(message)
+            case HostMetrics():
+                self._on_metrics(message)
+            case Failed(_, reason):
+                await self._exited(f"{self.group_id}: {reason}")
+            case _:
+                log.warning("%s sent an unexpected %s", self.group_id, type(message).__name__)
+
+    async def _exited(self, reason: str) -> None:
+        if self._gone is None:
+            self._give_up(reason)
+            await self._on_exit(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._gone = self._gone or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(GroupGone(reason))
+
+    def _end(self, reason: str) -> None:
+        self._give_up(reason)
+        shutil.rmtree(self.folder, ignore_errors=True)

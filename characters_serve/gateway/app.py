@@ -1,0 +1,398 @@
+"""In: HTTP. Out: sessions, their state, the page. Touches no media and no tensors.
+
+One FastAPI app for each configuration; its lifespan owns the fleet. Bodies are read by hand, so
+that limits hold while they stream and every refusal is problem+json with the field's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from characters_serve import metrics as prometheus
+from characters_serve.config import Config
+from characters_serve.fleet.group import HOST_MODULE, GroupGone, RequestRefused
+from characters_serve.fleet.local import LeaseLost, LocalFleet
+from characters_serve.gateway.auth import Authority, Origins, bearer
+from characters_serve.gateway.bodies import (
+    MAX_COMMAND_BYTES,
+    CreateBody,
+    OfferBody,
+    SayBody,
+    media_type_of,
+    parse,
+    read_create,
+    speakable,
+    text_of,
+    ufrags,
+    unsupported,
+)
+from characters_serve.gateway.characters import image_bytes, load_characters, visitor_persona
+from characters_serve.gateway.edge import Edge
+from characters_serve.gateway.images import ImageError, load_reference
+from characters_serve.gateway.limits import RateLimiter, address_key, read_body
+from characters_serve.gateway.problems import Problem, answer_problem, busy
+from characters_serve.gateway.sessions import (
+    NoGroupFree,
+    Session,
+    SessionOver,
+    SessionRequest,
+    Sessions,
+)
+from characters_serve.messages import HostMetrics
+from characters_serve.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+WEB = Path(__file__).parent.parent / "web"
+MAX_SDP_BYTES = 64 * 1024
+OFFER_WAIT_S = 8.0
+OFFERS_PER_MINUTE = 30
+ACCEPT_POST = "application/sdp, application/json"
+PATCH_TYPES = ("application/trickle-ice-sdpfrag", "application/sdp", "application/json")
+
+
+class Gateway:
+    """What the routes work with."""
+
+    def __init__(
+        self, config: Config, host_module: str, on_ready: Callable[[dict[str, str]], None]
+    ) -> None:
+        self.config = config
+        self.authority = Authority.from_config(config.server)
+        self.origins = Origins(config.server, self.authority.key_required)
+        self.characters = load_characters()
+        self.creations = RateLimiter(config.server.sessions_per_minute)
+        self.offers = RateLimiter(OFFERS_PER_MINUTE)
+        self.decoder = ThreadPoolExecutor(1, "image")
+        self._on_ready = on_ready
+        self.fleet = LocalFleet(
+            config,
+            on_state=lambda lease, state: self.sessions.on_state(lease, state),
+            on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
+            on_gone=self._group_gone,
+            on_metrics=self._host_metrics,
+            on_ready=lambda _group_id, details: self._on_ready(details),
+            host_module=host_module,
+        )
+        self.metrics = Metrics(
+            sessions_by_state=lambda: self.sessions.counts(),
+            groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
+        )
+        self.sessions = Sessions(config.session, self.fleet, self.metrics)
+
+    def _group_gone(self, group_id: str, _reason: str) -> None:
+        self.metrics.groups_lost.inc()
+        self.metrics.forget(group_id)
+
+    def _host_metrics(self, group_id: str, report: HostMetrics) -> None:
+        self.metrics.absorb(group_id, report)
+
+    def check_capacity(self) -> None:
+        """Turns a request away before its picture is decoded; `create` is what counts."""
+        counts = self.fleet.pool.counts()
+        if self.fleet.pool.draining:
+            raise busy(503, "the server is shutting down", 30)
+        if counts["ready"] or counts["resetting"]:
+            return
+        self.metrics.sessions_refused.labels("full").inc()
+        if counts["reserved"] or counts["live"]:
+            raise busy(503, "every character is in a conversation; try again soon", 5)
+        if counts["starting"]:
+            raise busy(503, "the server is still starting", 2)
+        why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
+        raise busy(503, f"the server cannot run a character now: {why}", 10)
+
+    def session(self, session_id: str, request: Request, token: str | None = None) -> Session:
+        """The session, when the caller holds its secret; 404 for any other."""
+        token = token or bearer(request.headers)
+        self.authority.check_may_use(session_id, token, time.time())
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise Problem(404, "no such session")
+        return session
+
+    async def decode_image(self, data: bytes) -> bytes:
+        model = self.config.model
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(
+                self.decoder, load_reference, data, model.width, model.height
+            )
+        except ImageError as error:
+            raise Problem(422, str(error), field=ImageError.field) from None
+
+
+def create_app(
+    config: Config,
+    *,
+    host_module: str = HOST_MODULE,
+    on_ready: Callable[[dict[str, str]], None] = lambda _details: None,
+) -> FastAPI:
+    gateway = Gateway(config, host_module, on_ready)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        gateway.fleet.start()
+        gateway.sessions.start()
+        try:
+            yield
+        finally:
+            gateway.fleet.pool.drain()
+            await gateway.sessions.stop("the server is shutting down")
+            await gateway.fleet.stop("the server is shutting down")
+            gateway.decoder.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.gateway = gateway
+    app.add_middleware(Edge, origins=gateway.origins, metrics=gateway.metrics)
+    _add_error_handlers(app)
+    _add_session_routes(app, gateway)
+    _add_public_routes(app, gateway)
+    return app
+
+
+def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
+    config = gateway.config
+
+    @app.post("/v1/sessions")
+    async def create_session(request: Request) -> Response:
+        gateway.authority.check_may_create(request.headers)
+        address = address_key(request.client.host if request.client else None)
+        wait_s = gateway.creations.retry_after_s(address, time.monotonic())
+        if wait_s is not None:
+            gateway.metrics.sessions_refused.labels("rate").inc()
+            raise busy(429, "too many sessions from this address", wait_s)
+        body, image = await read_create(request, config.server.max_image_bytes)
+        wanted = await _session_request(gateway, body, image)
+        try:
+            session = await gateway.sessions.create(wanted)
+        except NoGroupFree:
+            gateway.metrics.sessions_refused.labels("full").inc()
+            raise busy(503, "every character is in a conversation; try again soon", 5) from None
+        secret = gateway.authority.issue(
+            session.session_id,
+            time.time(),
+            session.max_duration_s + config.server.client_secret_ttl_s,
+        )
+        answer = {
+            **_describe(session),
+            "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
+            "ice_servers": [],
+            "idle_timeout_s": config.session.idle_timeout_s,
+            "video": {
+                "width": config.model.width,
+                "height": config.model.height,
+                "fps": config.model.fps,
+            },
+        }
+        location = f"/v1/sessions/{session.session_id}"
+        return JSONResponse(answer, 201, {"Location": location, "Cache-Control": "no-store"})
+
+    @app.get("/v1/sessions/{session_id}")
+    async def get_session(session_id: str, request: Request) -> Response:
+        session = gateway.session(session_id, request)
+        return JSONResponse(_describe(session), headers={"Cache-Control": "no-store"})
+
+    @app.post("/v1/sessions/{session_id}/webrtc")
+    async def post_offer(session_id: str, request: Request) -> Response:
+        session = gateway.session(session_id, request)
+        wait_s = gateway.offers.retry_after_s(session_id, time.monotonic())
+        if wait_s is not None:
+            raise busy(429, "too many offers for this session", wait_s)
+        media_type = media_type_of(request)
+        if media_type not in ("application/sdp", "application/json"):
+            raise unsupported(ACCEPT_POST)
+        raw = await read_body(request, MAX_SDP_BYTES, field="sdp")
+        offer = parse(OfferBody, raw).sdp if media_type == "application/json" else text_of(raw)
+        if not offer.startswith("v=0"):
+            raise Problem(400, "this is not an SDP offer", field="sdp")
+        takeover = request.query_params.get("takeover", "") in ("1", "true")
+        answer = await gateway.sessions.offer(session, offer, takeover, OFFER_WAIT_S)
+        session.ufrags = ufrags(offer)
+        location = f"/v1/sessions/{session_id}/webrtc"
+        headers = {"Location": location, "Cache-Control": "no-store"}
+        if media_type == "application/sdp":
+            return Response(answer, 201, headers, "application/sdp")
+        return JSONResponse({"sdp": answer, "type": "answer", "location": location}, 201, headers)
+
+    @app.patch("/v1/sessions/{session_id}/webrtc")
+    async def patch_candidates(session_id: str, request: Request) -> Response:
+        """Accepted and left unused: the browser's address is learnt from its own checks."""
+        session = gateway.session(session_id, request)
+        if media_type_of(request) not in PATCH_TYPES:
+            raise unsupported(", ".join(PATCH_TYPES), header="Accept-Patch")
+        fragment = text_of(await read_body(request, MAX_SDP_BYTES, field="sdp"))
+        if not ufrags(fragment) <= session.ufrags:
+            raise Problem(422, "restart ICE with a new offer and ?takeover=1", field="sdp")
+        return Response(status_code=204)
+
+    @app.post("/v1/sessions/{session_id}/interrupt")
+    async def interrupt(session_id: str, request: Request) -> Response:
+        await gateway.sessions.interrupt(gateway.session(session_id, request))
+        return Response(status_code=204)
+
+    @app.post("/v1/sessions/{session_id}/say")
+    async def say(session_id: str, request: Request) -> Response:
+        session = gateway.session(session_id, request)
+        body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
+        await gateway.sessions.say(session, speakable(body.text))
+        return Response(status_code=204)
+
+    @app.delete("/v1/sessions/{session_id}")
+    @app.delete("/v1/sessions/{session_id}/webrtc")
+    async def end_session(session_id: str, request: Request) -> Response:
+        return _end(gateway, session_id, bearer(request.headers))
+
+    @app.post("/v1/sessions/{session_id}/end")
+    async def end_by_beacon(session_id: str, request: Request) -> Response:
+        """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
+        raw = await read_body(request, MAX_COMMAND_BYTES)
+        return _end(gateway, session_id, bearer(request.headers) or text_of(raw).strip() or None)
+
+
+def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/characters")
+    async def list_characters() -> Response:
+        return JSONResponse(
+            {
+                "characters": [
+                    {
+                        "id": character.character_id,
+                        "name": character.persona.name,
+                        "style": character.style,
+                        "blurb": character.blurb,
+                        "image": f"/v1/characters/{character.character_id}/image.png",
+                    }
+                    for character in gateway.characters.values()
+                ]
+            }
+        )
+
+    @app.get("/v1/characters/{character_id}/image.png")
+    async def character_image(character_id: str) -> Response:
+        character = gateway.characters.get(character_id)
+        if character is None:
+            raise Problem(404, "no such character")
+        headers = {"Cache-Control": "public, max-age=3600"}
+        return Response(image_bytes(character.image_path), 200, headers, "image/png")
+
+    @app.get("/healthz/live")
+    async def live() -> Response:
+        return JSONResponse({"status": "live"})
+
+    @app.get("/healthz/ready")
+    async def ready() -> Response:
+        pool = gateway.fleet.pool
+        counts = pool.counts()
+        status = "draining" if pool.draining else "ready" if pool.serving else "starting"
+        body: dict[str, Any] = {"status": status, "free": counts["ready"], "groups": counts}
+        if pool.reasons():
+            body["reasons"] = pool.reasons()
+        return JSONResponse(body, 200 if pool.serving else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
+
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def page() -> Response:
+        return _web_file("index.html")
+
+    @app.api_route("/{name}", methods=["GET", "HEAD"])
+    async def web_file(name: str) -> Response:
+        return _web_file(name)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def http_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return Problem(error.status_code, str(error.detail), headers=error.headers).response()
+
+    async def refused(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestRefused)
+        return Problem(error.status, error.reason).response()
+
+    async def over(_request: Request, error: Exception) -> Response:
+        return Problem(410, f"the session has ended: {error}").response()
+
+    async def gone(_request: Request, error: Exception) -> Response:
+        return Problem(504, f"the session's host did not answer: {error}").response()
+
+    async def bug(_request: Request, _error: Exception) -> Response:
+        return Problem(500, "an error of the server; its log has the details").response()
+
+    app.add_exception_handler(Problem, answer_problem)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(RequestRefused, refused)
+    app.add_exception_handler(SessionOver, over)
+    app.add_exception_handler(LeaseLost, over)
+    app.add_exception_handler(GroupGone, gone)
+    app.add_exception_handler(Exception, bug)
+
+
+async def _session_request(
+    gateway: Gateway, body: CreateBody, image: bytes | None
+) -> SessionRequest:
+    longest_s = gateway.config.session.max_duration_s
+    if body.max_duration_s is not None and body.max_duration_s > longest_s:
+        raise Problem(422, f"at most {longest_s:g} seconds", field="max_duration_s")
+    if image is None and body.character is None:
+        raise Problem(422, "name a preset character, or send an image", field="character")
+    if image is not None and body.character is not None:
+        raise Problem(422, "send an image or name a character, not both", field="character")
+    if image is not None:
+        persona = visitor_persona(body.name and speakable(body.name), body.persona)
+    else:
+        character = gateway.characters.get(body.character or "")
+        if character is None:
+            raise Problem(422, "no such character; see /v1/characters", field="character")
+        persona = character.persona
+        image = image_bytes(character.image_path)
+    gateway.check_capacity()
+    return SessionRequest(
+        image_rgb=await gateway.decode_image(image),
+        persona=persona,
+        character=body.character,
+        seed=secrets.randbits(31) if body.seed is None else body.seed,
+        max_duration_s=body.max_duration_s or longest_s,
+    )
+
+
+def _describe(session: Session) -> dict[str, Any]:
+    return {
+        "id": session.session_id,
+        "status": session.state,
+        "reason": session.reason,
+        "character": session.character,
+        "name": session.name,
+        "max_duration_s": session.max_duration_s,
+    }
+
+
+def _end(gateway: Gateway, session_id: str, token: str | None) -> Response:
+    """204 however often it is asked, also once the session is forgotten."""
+    gateway.authority.check_may_use(session_id, token, time.time())
+    session = gateway.sessions.get(session_id)
+    if session is not None:
+        gateway.sessions.end(session, "ended by the user")
+    return Response(status_code=204)
+
+
+def _web_file(name: str) -> Response:
+    path = WEB / name
+    if path.parent != WEB or name.startswith(".") or not path.is_file():
+        raise Problem(404, "there is nothing here")
+    return FileResponse(path)

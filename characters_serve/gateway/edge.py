@@ -1,0 +1,82 @@
+"""In: every request, before any route. Out: origin checks, CORS, security headers, counts."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from characters_serve.gateway.auth import Origins
+from characters_serve.gateway.problems import Problem
+from characters_serve.metrics import Metrics
+
+_CSP = (
+    "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
+    "worker-src 'self' blob:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_ALWAYS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": _CSP,
+    "Permissions-Policy": "microphone=(self), camera=()",
+}
+_METHODS = frozenset(("GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS", "PUT"))
+_PREFLIGHT = {
+    "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type",
+    "Access-Control-Max-Age": "600",
+    "Accept-Post": "application/sdp, application/json",
+}
+
+
+class Edge:
+    """Pure ASGI, so that bodies stream through it untouched."""
+
+    def __init__(self, app: ASGIApp, origins: Origins, metrics: Metrics) -> None:
+        self._app = app
+        self._origins = origins
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        status = 500
+        allowed_origin: str | None = None
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                _add_headers(MutableHeaders(scope=message), allowed_origin)
+            await send(message)
+
+        try:
+            if scope["path"].startswith("/v1/"):
+                allowed_origin = self._origins.check(Headers(scope=scope))
+            if scope["path"].startswith("/v1/") and scope["method"] == "OPTIONS":
+                await Response(None, 204, _PREFLIGHT)(scope, receive, send_with_headers)
+            else:
+                await self._app(scope, receive, send_with_headers)
+        except Problem as problem:
+            await problem.response()(scope, receive, send_with_headers)
+        finally:
+            # The template, never the path: an id must not become a label.
+            route = getattr(scope.get("route"), "path", "unmatched")
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._metrics.http_requests.labels(method, route, str(status)).inc()
+            self._metrics.http_seconds.labels(route).observe(time.monotonic() - started_s)
+
+
+def _add_headers(headers: MutableHeaders, allowed_origin: str | None) -> None:
+    for name, value in _ALWAYS.items():
+        headers.setdefault(name, value)
+    headers.setdefault("Cache-Control", "no-cache")
+    headers.add_vary_header("Origin")
+    if allowed_origin is not None:
+        headers["Access-Control-Allow-Origin"] = allowed_origin
+        headers["Access-Control-Expose-Headers"] = "Location, Retry-After"

@@ -1,0 +1,255 @@
+"""In: users' requests and the fleet's events. Out: each session, and its state for a while.
+
+Whatever ends a session, its lease is released exactly once and its state is final from then on.
+Knows no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from characters_serve.config import SessionConfig
+from characters_serve.fleet.group import GroupGone, RequestRefused
+from characters_serve.fleet.local import LeaseLost, LocalFleet
+from characters_serve.fleet.pool import Lease
+from characters_serve.messages import Persona, SessionState
+from characters_serve.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+State = Literal["queued", "starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
+STATES: tuple[State, ...] = get_args(State)
+OVER: tuple[State, ...] = ("ended", "failed")
+
+REMEMBER_S = 300.0
+MAX_REMEMBERED = 1000
+# The host ends its sessions in time; this much later the gateway does it for one that did not.
+HOST_SLACK_S = 10.0
+# A visitor who ends one session and starts the next should not be told "busy" in between.
+RESET_WAIT_S = 5.0
+SWEEP_INTERVAL_S = 1.0
+
+
+class NoGroupFree(RuntimeError):
+    """Every group is taken, or none has started yet."""
+
+
+class SessionOver(RuntimeError):
+    """The session has ended; its reason is in the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest:
+    image_rgb: bytes
+    persona: Persona
+    character: str | None
+    seed: int
+    max_duration_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    session_id: str
+    character: str | None
+    name: str
+    max_duration_s: float
+    created_s: float
+    lease: Lease
+    state: State = "starting"
+    reason: str = ""
+    changed_s: float = 0.0
+    ufrags: frozenset[str] = frozenset()
+    offers: asyncio.Lock = field(default_factory=asyncio.Lock)
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def over(self) -> bool:
+        return self.state in OVER
+
+
+def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None:
+    """Why a session that is not over should have been by now."""
+    in_state_s = now_s - session.changed_s
+    if now_s - session.created_s > session.max_duration_s + config.connect_timeout_s + HOST_SLACK_S:
+        return "max_duration"
+    if session.state == "ready" and in_state_s > config.connect_timeout_s + HOST_SLACK_S:
+        return "nobody connected"
+    if session.state == "reconnecting" and in_state_s > config.reconnect_grace_s + HOST_SLACK_S:
+        return "connection lost"
+    if session.state == "ending" and in_state_s > config.ending_notice_s + HOST_SLACK_S:
+        return session.reason or "ended"
+    return None
+
+
+class Sessions:
+    def __init__(
+        self,
+        config: SessionConfig,
+        fleet: LocalFleet,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._spawn(self._sweep())
+
+    async def stop(self, reason: str) -> None:
+        """Ends every session; returns when their groups are clean or given up."""
+        releases = [self._finish(s, "ended", reason) for s in self._sessions.values() if not s.over]
+        await asyncio.gather(*(release for release in releases if release is not None))
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    # ------------------------------------------------------------ asked by users
+
+    async def create(self, request: SessionRequest) -> Session:
+        session_id = secrets.token_hex(16)
+        lease = await self._fleet.reserve(session_id, RESET_WAIT_S)
+        if lease is None:
+            raise NoGroupFree
+        now_s = self._clock()
+        session = Session(
+            session_id,
+            request.character,
+            request.persona.name,
+            request.max_duration_s,
+            now_s,
+            lease,
+            changed_s=now_s,
+        )
+        self._sessions[session_id] = session
+        self._metrics.sessions_created.inc()
+        self._spawn(self._open(session, request))
+        return session
+
+    def get(self, session_id: str) -> Session | None:
+        return self._sessions.get(session_id)
+
+    async def offer(self, session: Session, sdp: str, takeover: bool, wait_s: float) -> str:
+        """The answer to an SDP offer; one at a time, once the character is ready."""
+        async with session.offers:
+            try:
+                async with asyncio.timeout(wait_s):
+                    while session.state in ("queued", "starting"):
+                        session.moved.clear()
+                        await session.moved.wait()
+            except TimeoutError:
+                raise RequestRefused(409, "the character is still being prepared") from None
+            self._check_open(session)
+            group = self._fleet.group(session.lease)
+            return await group.offer(session.session_id, sdp, takeover)
+
+    async def interrupt(self, session: Session) -> None:
+        self._check_open(session)
+        await self._fleet.group(session.lease).interrupt(session.session_id)
+
+    async def say(self, session: Session, text: str) -> None:
+        self._check_open(session)
+        await self._fleet.group(session.lease).say(session.session_id, text)
+
+    def end(self, session: Session, reason: str) -> None:
+        self._finish(session, "ended", reason)
+
+    def counts(self) -> dict[str, int]:
+        counts: dict[str, int] = dict.fromkeys(STATES, 0)
+        for session in self._sessions.values():
+            counts[session.state] += 1
+        return counts
+
+    # ------------------------------------------------------------ told by the fleet
+
+    def on_state(self, lease: Lease, said: SessionState) -> None:
+        session = self._held(lease)
+        if session is None:
+            return
+        if said.state in ("ended", "failed"):
+            self._finish(session, said.state, said.reason)
+        else:
+            self._move(session, said.state, said.reason)
+
+    def on_lost(self, lease: Lease, reason: str) -> None:
+        session = self._held(lease)
+        if session is not None:
+            self._finish(session, "failed", reason)
+
+    # ------------------------------------------------------------ within
+
+    def _held(self, lease: Lease) -> Session | None:
+        session = self._sessions.get(lease.session_id)
+        return session if session is not None and session.lease == lease else None
+
+    async def _open(self, session: Session, request: SessionRequest) -> None:
+        try:
+            await self._fleet.group(session.lease).open_session(
+                session.session_id,
+                request.image_rgb,
+                request.persona,
+                request.seed,
+                request.max_duration_s,
+            )
+        except (RequestRefused, LeaseLost) as error:
+            self._finish(session, "failed", str(error))
+        except GroupGone as error:
+            self._finish(session, "failed", str(error))
+            await self._fleet.discard(session.lease, str(error))
+        else:
+            if not self._fleet.pool.attach(session.lease):
+                self._finish(session, "failed", "the reservation expired")
+            elif session.state == "starting":
+                self._move(session, "ready", "")
+
+    def _move(self, session: Session, state: State, reason: str) -> None:
+        if session.over:
+            return
+        if state != session.state:
+            log.info("session %s: %s -> %s", session.session_id[:8], session.state, state)
+            session.changed_s = self._clock()
+        session.state = state
+        session.reason = reason
+        session.moved.set()
+
+    def _finish(
+        self, session: Session, state: Literal["ended", "failed"], reason: str
+    ) -> asyncio.Task[None] | None:
+        if session.over:
+            return None
+        self._move(session, state, reason)
+        self._metrics.sessions_ended.labels(state).inc()
+        return self._fleet.release(session.lease, reason)
+
+    def _check_open(self, session: Session) -> None:
+        if session.over:
+            raise SessionOver(session.reason)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_INTERVAL_S)
+            now_s = self._clock()
+            for session in list(self._sessions.values()):
+                if not session.over:
+                    reason = overdue(session, self._config, now_s)
+                    if reason is not None:
+                        self._finish(session, "ended", reason)
+                elif now_s - session.changed_s > REMEMBER_S:
+                    del self._sessions[session.session_id]
+            over = [s for s in self._sessions.values() if s.over]
+            for session in over[: max(0, len(over) - MAX_REMEMBERED)]:
+                del self._sessions[session.session_id]
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,142 @@
+"""A session host for fault tests: speaks the real messages, holds no character, fails on demand.
+
+How it starts is told by FAKE_HOST_START; how it treats a session by the persona's instructions, an
+offer's SDP and the words it is asked to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from characters_serve.config import Config
+from characters_serve.messages import (
+    Answer,
+    CloseSession,
+    Done,
+    HostMetrics,
+    Interrupt,
+    Message,
+    Offer,
+    OpenSession,
+    Refused,
+    Say,
+    SessionState,
+)
+from characters_serve.processes import AsyncControlLink
+
+
+class FakeHost:
+    def __init__(self, group_dir: Path) -> None:
+        self.config = Config.model_validate_json((group_dir / "config.json").read_text())
+        self.link = AsyncControlLink(group_dir, "host")
+        self.session: OpenSession | None = None
+        self.live = False
+        self.chunks = 0
+
+    async def run(self) -> None:
+        start = os.environ.get("FAKE_HOST_START", "ok")
+        once = Path(os.environ.get("FAKE_HOST_ONCE", "/nonexistent"))
+        if start == "hang":
+            await asyncio.sleep(600)
+        if start == "crash" or (start == "crash-once" and not once.exists()):
+            if start == "crash-once":
+                once.touch()
+            os._exit(3)
+        if start == "failed":
+            await self.link.failed("no model on this machine")
+            await asyncio.sleep(1)
+            return
+        await self.link.ready({"engine": "fake"})
+        metrics = asyncio.create_task(self.report())
+        while True:
+            message = await self.link.channel.recv()
+            if await self.link.answer(message):
+                await asyncio.sleep(0.05)
+                break
+            await self.handle(message)
+        metrics.cancel()
+
+    async def handle(self, message: Message) -> None:
+        send = self.link.channel.send
+        match message:
+            case OpenSession(request_id, session_id, image_rgb, persona):
+                model = self.config.model
+                assert len(image_rgb) == model.width * model.height * 3
+                assert self.session is None
+                if persona.instructions == "refuse":
+                    await send(Refused(request_id, 503, "the model cannot take it"))
+                    return
+                if persona.instructions == "crash":
+                    os._exit(4)
+                if persona.instructions == "hang":
+                    return
+                if persona.instructions == "slow":
+                    await asyncio.sleep(0.5)
+                self.session = message
+                await send(Done(request_id))
+                await send(SessionState(session_id, "ready", ""))
+            case Offer(request_id, session_id, sdp, takeover):
+                if self.session is None or self.session.session_id != session_id:
+                    await send(Refused(request_id, 404, "no such session"))
+                elif "refuse" in sdp:
+                    await send(Refused(request_id, 400, "the offer has no audio"))
+                elif "crash" in sdp:
+                    os._exit(5)
+                elif "hang" in sdp:
+                    return
+                elif self.live and not takeover:
+                    await send(Refused(request_id, 409, "the session is connected already"))
+                else:
+                    self.live = True
+                    await send(Answer(request_id, session_id, "v=0\r\nanswer"))
+                    await send(SessionState(session_id, "live", ""))
+            case Say(request_id, session_id, text):
+                await send(Done(request_id))
+                if text == "crash":
+                    os._exit(6)
+                if text == "freeze":
+                    time.sleep(600)
+                if text == "end":
+                    self.session, self.live = None, False
+                    await send(SessionState(session_id, "ended", "max_duration"))
+                if text == "impostor":
+                    await send(SessionState("0" * 32, "failed", "not yours"))
+            case Interrupt(request_id):
+                await send(Done(request_id))
+            case CloseSession(request_id, session_id):
+                if self.session is None:
+                    await send(Refused(request_id, 404, "no such session"))
+                elif self.session.persona.instructions == "hang on close":
+                    return
+                else:
+                    if self.session.persona.instructions == "slow close":
+                        await asyncio.sleep(0.5)
+                    self.session, self.live = None, False
+                    await send(SessionState(session_id, "ended", message.reason))
+                    await send(Done(request_id))
+
+    async def report(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            self.chunks += 1
+            await self.link.channel.send(
+                HostMetrics(
+                    {"chunks_total": float(self.chunks)},
+                    {"playout_chunks": 2.0},
+                    {"step_ms": [62.0], "decode_ms": [31.0]},
+                )
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group-dir", type=Path, required=True)
+    asyncio.run(FakeHost(parser.parse_args().group_dir).run())
+
+
+if __name__ == "__main__":
+    main()
