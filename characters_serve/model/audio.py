@@ -17,8 +17,8 @@ from characters_serve.config import ModelConfig
 LOG_FLOOR: Final = 1e-6
 """Added to the mel power before the logarithm, so log values are at least ``log(1e-6)``."""
 
-LOG_MEL_MEAN: Final = -6.8
-LOG_MEL_STD: Final = 4.6
+LOG_MEL_MEAN: Final = -7.2
+LOG_MEL_STD: Final = 4.5
 """Mean and standard deviation of the logarithm over the training speech, silence included."""
 
 
