@@ -18,7 +18,8 @@ from characters_serve.processes import ControlLink
 
 log = logging.getLogger(__name__)
 
-# The last word (ShutdownAck, Failed) must reach the parent before the process is gone.
+# The last word (ShutdownAck, Failed) must reach the parent before the process is gone. Data sockets
+# linger for nobody: a decoder that died must not hold up its rank.
 _LINGER_MS = 2000
 
 
@@ -35,7 +36,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def run_child(
     name: str, group_dir: Path, serve: Callable[[Config, Path, ControlLink], None]
 ) -> int:
-    """Runs serve(config, group_dir, link) and returns the process's exit code."""
+    """Runs serve(config, group_dir, link) and returns the process's exit code.
+
+    Closes every socket of the process; serve must leave the control channel open for a last word.
+    """
     logging.basicConfig(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s {group_dir.name}/{name} %(name)s: %(message)s",
@@ -50,5 +54,4 @@ def run_child(
         link.failed(f"{type(error).__name__}: {error}")
         return 1
     finally:
-        link.channel.close()
-        zmq.Context.instance().term()
+        zmq.Context.instance().destroy()

@@ -8,6 +8,9 @@ from characters_serve.config import EngineConfig
 
 
 def choose_device(engine: EngineConfig) -> tuple[torch.device, torch.dtype]:
+    """`auto` is float32 on a CPU, also where it has bf16 matrix units: on one Sapphire Rapids core
+    bf16 took 53 instead of 77 ms for the tiny model's step, but 64 instead of 53 ms to decode it.
+    """
     if engine.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device is cuda, but torch sees no CUDA GPU")
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())

@@ -30,9 +30,6 @@ class LatentSender:
         step_ms = (time.perf_counter() - started_s) * 1000
         self._channel.send(LatentChunk(step, data, step.passes, step_ms))
 
-    def close(self) -> None:
-        self._channel.close()
-
 
 class LatentReceiver:
     """The decoder's end. `channel` yields LatentChunk messages; `latent` gives one's tensor."""

@@ -160,20 +160,19 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     chunks = BlockingChannel(endpoint(group_dir, "chunks"), "push", bind=False)
     session_id: str | None = None
     link.ready({"engine": "pattern"})
-    with Inbox(link.channel, steps) as inbox:
-        for message in inbox.messages(timeout_s=1.0):
-            match message:
-                case StepInput() if message.session_id == session_id:
-                    chunks.send(pattern_chunk(config.model, message))
-                case StartCharacter():
-                    session_id = message.session_id
-                    link.channel.send(CharacterReady(session_id, link.name, elapsed_ms=0.0))
-                case EndCharacter():
-                    session_id = None
-                    link.channel.send(CharacterEnded(message.session_id, link.name))
-                case _ if link.answer(message):
-                    break
-    chunks.close()
+    inbox = Inbox(link.channel, steps)
+    for message in inbox.messages(timeout_s=1.0):
+        match message:
+            case StepInput() if message.session_id == session_id:
+                chunks.send(pattern_chunk(config.model, message))
+            case StartCharacter():
+                session_id = message.session_id
+                link.channel.send(CharacterReady(session_id, link.name, elapsed_ms=0.0))
+            case EndCharacter():
+                session_id = None
+                link.channel.send(CharacterEnded(message.session_id, link.name))
+            case _ if link.answer(message):
+                break
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from characters_serve.config import AudioConfig, ModelConfig
 from characters_serve.engine.step_input import PackedStep, window_samples
 from characters_serve.messages import StepInput
 from characters_serve.model.audio import LogMel
+from characters_serve.session.chunker import window_geometry
 
 MODEL = ModelConfig()
 CPU = torch.device("cpu")
@@ -81,3 +82,4 @@ def test_window_is_the_one_that_log_mel_takes(model: ModelConfig) -> None:
         audio.future_frames,
     )
     assert window_samples(model) == log_mel.window_samples
+    assert window_samples(model) == window_geometry(model).total
