@@ -215,7 +215,7 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     x0 = between("offset", -0.12, 0.12)
     out.update(yaw=yaw, pitch=pitch, scale=scale, cos=torch.cos(roll), sin=torch.sin(roll))
     out["head_x"] = x0 + 0.07 * yaw
-    out["head_y"] = 0.06 + 0.035 * pitch + 0.05 * animal * flags["rabbit"]
+
     out["body_x"] = x0 + 0.015 * yaw
     angle = between("light", 3.7, 5.7)
     out.update(light_x=torch.cos(angle), light_y=torch.sin(angle))
@@ -224,6 +224,7 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     face_width = between("face_width", 0.42, 0.50) + 0.05 * animal + 0.02 * robot + 0.02 * child
     face_height = between("face_height", 0.54, 0.62) - 0.07 * animal - 0.05 * child - 0.04 * robot
     out.update(face_width=face_width, face_height=face_height)
+    out["head_y"] = 0.03 + 0.75 * (0.60 - face_height) + 0.035 * pitch + 0.05 * flags["rabbit"]
     out["jaw"] = between("jaw", 0.04, 0.22) * (1 - animal) * (1 - robot) + 0.26 * alien
     out["cheek"] = between("cheek", 0.0, 0.045) + 0.03 * child + 0.03 * animal
     opening = c["open"].clamp(0, 1)
@@ -253,7 +254,7 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     brow_y = eye_y - eye_height - between("brow_height", 0.040, 0.075)
     out["brow_y"] = brow_y - 0.045 * c["brow"]
     out["brow_thick"] = between("brow_thick", 0.013, 0.026) * (1 - 0.35 * feminine) + 0.006 * old
-    out["brow_tilt"] = (a["brow_angle"] - 0.45) * 0.22 - 0.06 * c["brow"]
+    out["brow_tilt"] = (a["brow_angle"] - 0.35) * 0.20 - 0.03 * c["brow"]
     out["brow_width"] = eye * 1.12
     out["has_brow"] = 1.0 - 0.45 * animal - robot * 0.6
 
@@ -463,6 +464,11 @@ def _hair_tone(p: _Parameters, strand: Tensor, along: Tensor, light: Tensor) -> 
     wave = strand + curl * 0.10 * torch.sin(along * 16.0 + seed)
     fine = torch.sin(wave * 31.0 + 2.0 * torch.sin(wave * 11.0 + seed))
     finer = torch.sin(wave * 67.0 + seed + along * 2.0)
+    coils = torch.sin(strand * 44.0 + 2.2 * torch.sin(along * 30.0)) * torch.sin(
+        along * 52.0 + seed
+    )
+    finer = finer + (coils - finer) * p["afro"]
+    fine = fine * (1.0 - p["afro"])
     lines = (0.55 * fine + 0.45 * finer) * (1.0 - 0.65 * p["flat"])
     sheen = _bump(along - 0.30 - 0.04 * fine, 0.10)
     shade = 0.86 + 0.10 * lines + 0.22 * light
@@ -489,14 +495,16 @@ def _back_hair(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> Colour:
         0.08,
     )
     angle = torch.atan2(hx, -(y + 0.16) + 1e-4)
-    fuzz = 0.016 * torch.sin(angle * 17.0 + p["seed"]) + 0.009 * torch.sin(angle * 41.0)
+    fuzz = 0.030 * (0.6 - torch.sin(angle * 9.0 + p["seed"]).abs()) + 0.006 * torch.sin(
+        angle * 47.0
+    )
     afro = _ellipse(hx, y + 0.20, face_width + 0.24, face_height * 0.86 + 0.14) + fuzz
     bun = torch.minimum(cap, _ellipse(hx - 0.05, y + face_height + 0.16, 0.17, 0.15))
     distance = cap
     for name, shape in (("bob", bob), ("long", long), ("afro", afro), ("bun", bun)):
         distance = torch.where(p[name] > 0.5, shape, distance)
     radius = torch.sqrt(hx.square() + (y + 0.2).square() + 1e-6)
-    strand = torch.where(p["afro"] > 0.5, angle * 0.8 + radius * 2.0, hx * 1.2)
+    strand = hx * 1.2
     tone = _hair_tone(p, strand, radius * 0.8 - 0.1, -0.35 + 0 * radius)
     rim = _soft(distance + 0.05, 0.10)
     tone = _scale(tone, 0.80 - 0.14 * rim)
@@ -508,12 +516,12 @@ def _body(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> tuple[Colour, 
     """Draws the shoulders, neck and clothes; also returns the body's distance."""
     scale, skin, cloth, accent = p["scale"], p.colour("skin"), p.colour("cloth"), p.colour("accent")
     bx = (x - p["body_x"]) / scale
-    by = y
+    by = y + 0.05
     ax = bx.abs()
     torso = _join(_ellipse(bx, by - 1.24, 0.80, 0.42), _ellipse(bx, by - 1.05, 0.36, 0.24), 0.16)
     hood = _ellipse(bx, by - 0.80, 0.44, 0.20)
     neck_x = (x - (0.6 * p["body_x"] + 0.4 * p["head_x"])) / scale
-    half = 0.175 + 0.035 * p["animal"] - 0.05 * p["robot"] - 0.06 * p["alien"] - 0.015 * p["long"]
+    half = 0.175 + 0.085 * p["animal"] - 0.05 * p["robot"] - 0.06 * p["alien"] - 0.015 * p["long"]
     neck = _join(
         _box(neck_x, by - 0.55, half, 0.34, 0.04), _ellipse(bx, by - 0.86, 0.24, 0.075), 0.10
     )
@@ -549,7 +557,11 @@ def _body(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> tuple[Colour, 
     image = _over(image, _scale(cloth, 0.85 * fold), roll * p["hoodie"])
     shadow = 0.70 + 0.22 * ((by - 0.62) * 4.0).clamp(0.0, 1.0)
     neck_tone = _scale(skin, shadow + 0.08 * p["light_x"] * bx)
-    chest = torch.where(p["shirt"] > 0.5, _join(neck, ax * 1.5 + (by - 1.02), 0.05), neck)
+    chest = torch.where(
+        p["shirt"] > 0.5,
+        _join(neck, torch.maximum(ax * 1.5 + (by - 1.04), 0.82 - by) * 0.6, 0.03),
+        neck,
+    )
     image = _over(image, neck_tone, _cover(torch.maximum(chest, by - 1.0)))
     joints = _cover((torch.remainder(by * 14.0, 1.0) - 0.5).abs() * 0.07 - 0.012)
     image = _tint(image, (0.5, 0.5, 0.55), joints * _cover(neck) * p["robot"])
@@ -820,10 +832,10 @@ def _brows(face: Colour, p: _Parameters, x: Tensor, y: Tensor) -> Colour:
     width = p["brow_width"]
     bx = x.abs() - p["eye_gap"] - 0.01
     v = bx / width
-    by = y - p["brow_y"] + p["brow_tilt"] * bx + 0.045 * v * v * width / 0.1
+    by = y - p["brow_y"] + p["brow_tilt"] * bx - 0.022 * v * v
     thick = p["brow_thick"] * (1.0 - 0.42 * (v + 0.25).clamp(min=-0.2, max=1.3))
     stroke = torch.maximum(by.abs() - thick, (v.abs() - 1.0) * width)
-    hairs = 0.90 + 0.16 * torch.sin(bx * 160.0 + by * 110.0) * (1.0 - p["flat"])
+    hairs = 0.96 + 0.07 * torch.sin(bx * 160.0 + by * 110.0) * (1.0 - p["flat"])
     return _over(face, _scale(p.colour("brow"), hairs), _soft(stroke, 0.014) * 0.92 * p["has_brow"])
 
 
@@ -869,7 +881,9 @@ def _glasses(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> Colour:
     frame = lens.abs() - 0.012
     arched = ey + 0.012 - 0.02 * (1.0 - (x / 0.08).square()).clamp(min=0.0)
     bridge = torch.maximum(arched.abs() - 0.011, x.abs() - (p["eye_gap"] - rx * 0.96))
-    arm = torch.maximum((ey + 0.02).abs() - 0.012, rx - ex)
+    arm = torch.maximum(
+        (ey + 0.02).abs() - 0.012, torch.maximum(rx - ex, x.abs() - p["face_width"])
+    )
     streak = _soft((torch.remainder((x + 1.2 * y) * 3.3, 1.0) - 0.5).abs() - 0.10, 0.06)
     image = _lighten(image, _cover(lens) * (0.06 + 0.10 * streak) * p["glasses"])
     wire = torch.minimum(torch.minimum(frame, bridge), arm)
@@ -905,7 +919,8 @@ def _front_hair(image: Colour, p: _Parameters, x: Tensor, y: Tensor, head: Tenso
     )
     falls = p["bob"] + p["long"]
     side_end = 0.02 + falls * 0.34 + 0.05 * p["afro"]
-    side_width = face_width * (0.90 - 0.03 * falls) + 0.10 * (y - 0.05).clamp(0.0, 1.0)
+    taper = ((y + 0.30) * 2.6).clamp(0.0, 1.0) * (1.0 - falls)
+    side_width = face_width * (0.84 + 0.13 * taper) + 0.10 * (y - 0.05).clamp(0.0, 1.0)
     sides = torch.maximum(side_width - hx.abs(), y - side_end)
     distance = torch.maximum(skull, torch.minimum(y - line, sides))
     show = p["human"] * (1.0 - p["bald"])
@@ -915,7 +930,7 @@ def _front_hair(image: Colour, p: _Parameters, x: Tensor, y: Tensor, head: Tenso
     angle = torch.atan2(crown_x, crown_y.clamp(min=0.02))
     along = torch.sqrt(crown_x.square() * 0.6 + crown_y.square() + 1e-6)
     light = (0.6 * p["light_x"] * hx - 0.8 * (y + 0.35)).clamp(-0.6, 0.8)
-    strand = torch.where(p["afro"] > 0.5, angle * 0.5 + along, angle * 0.85)
+    strand = torch.where(p["afro"] > 0.5, hx * 1.2, angle * 0.85)
     tone = _hair_tone(p, strand, along, light)
     edge = _soft(distance.abs() - 0.004, 0.03) * 0.22
     tone = _tint(tone, (0.55, 0.5, 0.5), edge)
@@ -983,7 +998,7 @@ def _head(
     )
     face = [f * (1.0 + prints * p["clay"]) for f in face]
     fluff = (
-        0.035 * torch.sin(hu * 60.0 + 4.0 * torch.sin(y * 23.0)) * torch.sin(y * 47.0 + 9.0 * hu)
+        0.018 * torch.sin(hu * 60.0 + 4.0 * torch.sin(y * 23.0)) * torch.sin(y * 47.0 + 9.0 * hu)
     )
     face = [f * (1.0 + fluff * p["animal"] * (1.0 - p["flat"])) for f in face]
 
@@ -992,7 +1007,7 @@ def _head(
     muzzle_y = (p["nose_y"] + p["mouth_y"]) / 2 + 0.02
     mz_height = 0.150 + 0.5 * p["jaw_drop"]
     muzzle = _ellipse(fx - 0.03 * yaw, fy - muzzle_y, 0.225, mz_height)
-    cheeks = torch.maximum(0.10 + 0.6 * fx.abs() - fy, -0.4 + 0 * fx)
+    cheeks = 0.25 - 0.45 * fx.abs() - fy + 0.12 * _bump(fx, 0.1)
     white_area = torch.maximum(_soft(muzzle, 0.05), _soft(cheeks, 0.08) * p["fox"])
     muzzle_tone = [m * (0.50 + 0.50 * shade) for m in p.colour("muzzle")]
     patch = _ellipse(fx - p["eye_gap"], fy - p["eye_y"], 0.16, 0.19)
@@ -1010,7 +1025,7 @@ def _head(
     glow = _bump(fx.abs() - p["eye_gap"] * 1.22, 0.10) * _bump(fy - p["eye_y"] - 0.17, 0.065)
     face = _over(
         face,
-        [0.97 * f**1 * 0.55 + 0.43 for f in face[:1]] + [f * 0.62 + 0.10 for f in face[1:]],
+        [0.97 * f * 0.55 + 0.43 for f in face[:1]] + [f * 0.62 + 0.10 for f in face[1:]],
         glow * p["blush"],
     )
     spots = (
