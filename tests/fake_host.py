@@ -96,6 +96,7 @@ class FakeHost:
                     await send(SessionState(session_id, "live", ""))
             case Say(request_id, session_id, text):
                 await send(Done(request_id))
+                await asyncio.sleep(0.05)  # for the answer to leave before the fault
                 if text == "crash":
                     os._exit(6)
                 if text == "freeze":

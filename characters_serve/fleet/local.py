@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from characters_serve.config import Config
+from characters_serve.channels import endpoint
+from characters_serve.config import Config, ConfigError
 from characters_serve.fleet.group import HOST_MODULE, Group, GroupGone, RequestRefused
 from characters_serve.fleet.pool import Lease, Pool
 from characters_serve.messages import HostMetrics, SessionState
@@ -32,6 +33,14 @@ SWEEP_INTERVAL_S = 1.0
 
 class LeaseLost(RuntimeError):
     """The group of this lease is gone or has moved on."""
+
+
+def _check_socket_room(run_dir: Path) -> None:
+    """Sockets have short names only; better told before anything starts than by a group."""
+    try:
+        endpoint(run_dir.resolve() / "g00-000000", "control-decoder")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def next_backoff(backoff_s: float, lived_s: float) -> float:
@@ -67,6 +76,8 @@ class LocalFleet:
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._run_dir: Path | None = None
+        if config.server.run_dir is not None:
+            _check_socket_room(Path(config.server.run_dir))
 
     def start(self) -> None:
         """Begins to start the groups; the pool tells when they are ready."""
@@ -151,6 +162,9 @@ class LocalFleet:
             except (ChildFailed, OSError) as error:
                 log.error("group %s: %s", group_id, error)
                 self._lose(group_id, str(error))
+            except Exception as error:  # a bug must cost one group one life, not its keeper
+                log.exception("group %s", group_id)
+                self._lose(group_id, f"{type(error).__name__}: {error}")
             backoff_s = next_backoff(backoff_s, self._clock() - started_s)
             log.info("group %s is rebuilt in %.1f s", group_id, backoff_s)
             await asyncio.sleep(backoff_s)

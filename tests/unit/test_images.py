@@ -99,9 +99,7 @@ def test_the_crop_is_centred_across_and_keeps_more_of_the_top() -> None:
 @pytest.mark.parametrize("format_name", ["PNG", "WEBP"])
 def test_an_animation_gives_its_first_frame(format_name: str) -> None:
     frames = [Image.new("RGB", (96, 64), colour) for colour in ("red", "green", "blue")]
-    data = encoded(
-        frames[0], format_name, save_all=True, append_images=frames[1:], lossless=True
-    )
+    data = encoded(frames[0], format_name, save_all=True, append_images=frames[1:], lossless=True)
     assert middle(loaded(data)) == (255, 0, 0)
 
 
@@ -133,7 +131,9 @@ def test_what_is_no_picture_is_refused_with_a_reason(data: bytes, reason: str) -
 
 def png_header(width: int, height: int) -> bytes:
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")

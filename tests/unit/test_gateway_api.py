@@ -1,0 +1,687 @@
+"""The HTTP API against real group processes: what is admitted, refused, ended and told."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from characters_serve.config import Config, load_config
+from characters_serve.fleet import group as group_module
+from characters_serve.gateway import app as app_module
+from characters_serve.gateway import characters as characters_module
+from characters_serve.gateway import limits, sessions
+from characters_serve.gateway.app import create_app
+
+ROOT = Path(__file__).parents[2]
+BASE = "http://127.0.0.1:8080"
+SDP = {"Content-Type": "application/sdp"}
+OFFER = "v=0\r\na=ice-ufrag:abcd\r\n"
+
+
+def picture(colour: str = "teal", size: tuple[int, int] = (96, 64)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("CHARACTERS_API_KEY", raising=False)
+    presets = tmp_path / "presets"
+    presets.mkdir()
+    (presets / "ada.png").write_bytes(picture())
+    entry = {
+        "id": "ada",
+        "name": "Ada",
+        "style": "flat",
+        "persona": "A lighthouse keeper.",
+        "age": 61,
+        "likes": ["storms"],
+        "greeting": "Ahoy.",
+    }
+    (presets / "characters.json").write_text(json.dumps([entry]))
+    monkeypatch.setattr(app_module, "load_characters", lambda: _load(presets))
+
+
+_load = characters_module.load_characters
+
+
+def app_config(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(
+        overrides=[
+            f"server.run_dir={tmp_path / 'run'}",
+            "fleet.stop_timeout_s=2",
+            "model.width=96",
+            "model.height=64",
+            *overrides,
+        ]
+    )
+
+
+class Api:
+    def __init__(self, http: httpx.AsyncClient, gateway: app_module.Gateway) -> None:
+        self.http = http
+        self.gateway = gateway
+
+    async def until(self, true: Callable[[], object], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not true():
+                await asyncio.sleep(0.02)
+
+    def groups(self, state: str) -> int:
+        return {str(s): n for s, n in self.gateway.fleet.pool.counts().items()}[state]
+
+    async def create(self, persona: str = "") -> dict[str, Any]:
+        response = await self.http.post(
+            "/v1/sessions", files={"image": picture()}, data={"persona": persona}
+        )
+        assert response.status_code == 201, response.text
+        return dict(response.json())
+
+    async def status(self, session: dict[str, Any]) -> dict[str, Any]:
+        response = await self.http.get(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    async def reach(self, session: dict[str, Any], state: str) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            while (now := await self.status(session))["status"] != state:
+                await asyncio.sleep(0.02)
+        return now
+
+    async def offer(
+        self, session: dict[str, Any], sdp: str = OFFER, query: str = ""
+    ) -> httpx.Response:
+        return await self.http.post(
+            f"/v1/sessions/{session['id']}/webrtc{query}",
+            content=sdp,
+            headers={**secret_of(session), **SDP},
+        )
+
+    async def metric(self, line: str) -> float:
+        text = (await self.http.get("/metrics")).text
+        return next(
+            (float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0
+        )
+
+
+def secret_of(session: dict[str, Any]) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session['client_secret']['value']}"}
+
+
+@asynccontextmanager
+async def serving(config: Config, wait: bool = True) -> AsyncIterator[Api]:
+    app = create_app(config, host_module="tests.fake_host")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url=BASE) as http,
+    ):
+        api = Api(http, app.state.gateway)
+        if wait:
+            await api.until(lambda: api.groups("ready"))
+        yield api
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serving(app_config(tmp_path)) as running:
+        yield running
+
+
+def problem(response: httpx.Response, status: int, field: str | None = None) -> str:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    body = response.json()
+    assert body["status"] == status and body["title"] and body.get("field") == field, body
+    return str(body["detail"])
+
+
+# ---------------------------------------------------------------- a session's life
+
+
+async def test_from_creation_to_the_end(api: Api) -> None:
+    response = await api.http.post("/v1/sessions", json={"character": "ada", "max_duration_s": 60})
+    assert response.status_code == 201 and response.headers["cache-control"] == "no-store"
+    session = response.json()
+    assert len(session["id"]) == 32 and session["status"] in ("starting", "ready")
+    assert session["max_duration_s"] == 60 and session["idle_timeout_s"] == 300
+    assert session["video"] == {"width": 96, "height": 64, "fps": 24}
+    assert session["ice_servers"] == [] and session["character"] == "ada"
+    assert response.headers["location"] == f"/v1/sessions/{session['id']}"
+
+    answer = await api.offer(session)
+    assert answer.status_code == 201 and answer.text.startswith("v=0")
+    assert answer.headers["content-type"].startswith("application/sdp")
+    location = answer.headers["location"]
+    await api.reach(session, "live")
+    assert await api.metric('characters_sessions{state="live"}') == 1
+    assert await api.metric('characters_groups{state="live"}') == 1
+
+    for path, body in (("interrupt", None), ("say", {"text": "Hello there"})):
+        response = await api.http.post(
+            f"/v1/sessions/{session['id']}/{path}", json=body, headers=secret_of(session)
+        )
+        assert response.status_code == 204
+    for _ in range(2):
+        response = await api.http.delete(location, headers=secret_of(session))
+        assert response.status_code == 204
+    assert (await api.reach(session, "ended"))["reason"] == "ended by the user"
+    await api.until(lambda: api.groups("ready"))
+    assert await api.metric('characters_sessions_ended_total{state="ended"}') == 1
+    problem(await api.offer(session), 410)
+    await api.create()
+
+
+async def test_json_offers_are_answered_in_json(api: Api) -> None:
+    session = await api.create()
+    response = await api.http.post(
+        f"/v1/sessions/{session['id']}/webrtc",
+        json={"sdp": OFFER, "type": "offer"},
+        headers=secret_of(session),
+    )
+    assert response.status_code == 201
+    assert response.json() == {
+        "sdp": "v=0\r\nanswer",
+        "type": "answer",
+        "location": response.headers["location"],
+    }
+
+
+async def test_an_offer_waits_for_the_character(api: Api) -> None:
+    session = await api.create("slow")
+    assert session["status"] == "starting"
+    assert (await api.offer(session)).status_code == 201
+
+
+async def test_an_offer_does_not_wait_for_ever(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "OFFER_WAIT_S", 0.1)
+    session = await api.create("slow")
+    assert "still being prepared" in problem(await api.offer(session), 409)
+
+
+async def test_a_second_offer_needs_takeover(api: Api) -> None:
+    session = await api.create()
+    assert (await api.offer(session)).status_code == 201
+    problem(await api.offer(session), 409)
+    assert (await api.offer(session, query="?takeover=1")).status_code == 201
+    assert api.groups("live") == 1
+
+
+async def test_offers_at_the_same_time_are_answered_one_by_one(api: Api) -> None:
+    session = await api.create()
+    answers = await asyncio.gather(*(api.offer(session) for _ in range(5)))
+    assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
+
+
+async def test_a_beacon_ends_the_session(api: Api) -> None:
+    session = await api.create()
+    response = await api.http.post(
+        f"/v1/sessions/{session['id']}/end", content=session["client_secret"]["value"]
+    )
+    assert response.status_code == 204
+    await api.reach(session, "ended")
+
+
+async def test_what_the_host_ends_is_ended(api: Api) -> None:
+    session = await api.create()
+    await api.reach(session, "ready")
+    await api.gateway.sessions.say(api.gateway.sessions.get(session["id"]), "end")  # type: ignore[arg-type]
+    assert (await api.reach(session, "ended"))["reason"] == "max_duration"
+    await api.until(lambda: api.groups("ready"))
+
+
+# ---------------------------------------------------------------- full, and faults
+
+
+async def test_one_of_eight_is_admitted_and_the_rest_are_told_when_to_come_back(api: Api) -> None:
+    responses = await asyncio.gather(
+        *(api.http.post("/v1/sessions", json={"character": "ada"}) for _ in range(8))
+    )
+    assert sorted(r.status_code for r in responses) == [201] + [503] * 7
+    for response in responses:
+        if response.status_code == 503:
+            problem(response, 503)
+            assert int(response.headers["retry-after"]) >= 1
+    assert await api.metric('characters_sessions_refused_total{why="full"}') == 7
+
+
+async def test_the_page_loads_while_no_group_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_HOST_START", "hang")
+    async with serving(app_config(tmp_path), wait=False) as api:
+        assert (await api.http.get("/healthz/live")).status_code == 200
+        ready = await api.http.get("/healthz/ready")
+        assert ready.status_code == 503 and ready.json()["status"] == "starting"
+        response = await api.http.post("/v1/sessions", json={"character": "ada"})
+        assert "still starting" in problem(response, 503)
+        assert response.headers["retry-after"] == "2"
+
+
+async def test_readiness_says_why_there_is_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_HOST_START", "failed")
+    async with serving(app_config(tmp_path), wait=False) as api:
+        await api.until(lambda: api.gateway.fleet.pool.reasons())
+        assert "no model on this machine" in str((await api.http.get("/healthz/ready")).json())
+        response = await api.http.post("/v1/sessions", json={"character": "ada"})
+        assert "no model on this machine" in problem(response, 503)
+
+
+async def test_a_full_server_is_ready_but_has_nothing_free(api: Api) -> None:
+    assert (await api.http.get("/healthz/ready")).json()["free"] == 1
+    await api.create()
+    response = await api.http.get("/healthz/ready")
+    assert response.status_code == 200 and response.json()["free"] == 0
+
+
+@pytest.mark.parametrize("fault", ["refuse", "crash"])
+async def test_a_host_that_cannot_open_fails_the_session_and_frees_the_group(
+    api: Api, fault: str
+) -> None:
+    session = await api.create(fault)
+    reason = (await api.reach(session, "failed"))["reason"]
+    assert {"refuse": "cannot take it", "crash": "exited with code 4"}[fault] in reason
+    await api.until(lambda: api.groups("ready"))
+    assert await api.metric('characters_sessions{state="failed"}') == 1
+    await api.reach(await api.create(), "ready")
+
+
+async def test_a_host_that_never_opens_is_replaced(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "OPEN_TIMEOUT_S", 0.3)
+    session = await api.create("hang")
+    assert "no answer to OpenSession" in (await api.reach(session, "failed"))["reason"]
+    await api.until(lambda: api.groups("ready"))
+    assert await api.metric("characters_groups_lost_total") == 1
+
+
+async def test_a_host_that_dies_live_fails_its_session(api: Api) -> None:
+    session = await api.create()
+    assert (await api.offer(session)).status_code == 201
+    problem(await api.offer(session, OFFER + "crash", "?takeover=1"), 504)
+    assert "exited with code 5" in (await api.reach(session, "failed"))["reason"]
+    await api.until(lambda: api.groups("ready"))
+    assert (await api.offer(await api.create())).status_code == 201
+
+
+async def test_an_offer_that_hangs_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "OFFER_TIMEOUT_S", 0.2)
+    session = await api.create()
+    problem(await api.offer(session, OFFER + "hang"), 504)
+    assert (await api.offer(session)).status_code == 201
+
+
+async def test_shutdown_tells_sessions_and_leaves_no_process(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path)) as api:
+        session = await api.create()
+        assert (await api.offer(session)).status_code == 201
+        pids = [group.pid for group in api.gateway.fleet._groups.values()]
+        kept = api.gateway.sessions.get(session["id"])
+    assert kept is not None and kept.state == "ended"
+    assert kept.reason == "the server is shutting down"
+    assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+async def test_draining_admits_nobody_and_is_not_ready(api: Api) -> None:
+    api.gateway.fleet.pool.drain()
+    assert (await api.http.get("/healthz/ready")).json()["status"] == "draining"
+    problem(await api.http.post("/v1/sessions", json={"character": "ada"}), 503)
+
+
+async def test_ended_sessions_are_remembered_for_a_while(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "REMEMBER_S", 0.0)
+    session = await api.create()
+    await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    await api.until(lambda: api.gateway.sessions.get(session["id"]) is None)
+    response = await api.http.get(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    problem(response, 404)
+    response = await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    assert response.status_code == 204, "idempotent, also when forgotten"
+
+
+async def test_cycles_leave_the_gauges_at_zero(api: Api) -> None:
+    for _ in range(12):
+        session = await api.create()
+        assert (await api.offer(session)).status_code == 201
+        await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    await api.until(lambda: api.groups("ready") == 1)
+    assert await api.metric('characters_sessions{state="live"}') == 0
+    assert await api.metric("characters_sessions_created_total") == 12
+    assert await api.metric("characters_groups_lost_total") == 0
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+async def test_garbage_offers_change_nothing(api: Api) -> None:
+    session = await api.create()
+    path = f"/v1/sessions/{session['id']}/webrtc"
+    headers = secret_of(session)
+    json_type = {**headers, "Content-Type": "application/json"}
+    bad: list[tuple[dict[str, str], str, int, str | None]] = [
+        ({**headers, **SDP}, "garbage", 400, "sdp"),
+        ({**headers, **SDP}, "", 400, "sdp"),
+        ({**headers, **SDP}, "v=0" + "x" * 5_000_000, 413, "sdp"),
+        (json_type, "{", 400, None),
+        (json_type, "[" * 5000, 400, None),
+        (json_type, '{"type":"offer"}', 422, "sdp"),
+        (json_type, '{"sdp":"v=0","type":"answer"}', 422, "type"),
+        (json_type, '{"sdp":7,"type":"offer"}', 422, "sdp"),
+        (json_type, '{"sdp":"garbage","type":"offer"}', 400, "sdp"),
+        ({**headers, "Content-Type": "text/plain"}, OFFER, 415, "Content-Type"),
+        (headers, OFFER, 415, "Content-Type"),
+    ]
+    for sent, body, status, field in bad:
+        problem(await api.http.post(path, content=body, headers=sent), status, field)
+    problem(await api.offer(session, OFFER + "refuse"), 400)
+    assert (await api.offer(session)).status_code == 201
+    assert api.groups("live") == 1
+
+
+async def test_other_methods_are_405_with_what_is_allowed(api: Api) -> None:
+    session = await api.create()
+    for method in ("GET", "PUT"):
+        response = await api.http.request(
+            method, f"/v1/sessions/{session['id']}/webrtc", headers=secret_of(session)
+        )
+        problem(response, 405)
+        assert "allow" in response.headers
+    problem(await api.http.get("/v1/sessions"), 405)
+
+
+async def test_candidates_are_accepted_and_an_ice_restart_is_not(api: Api) -> None:
+    session = await api.create()
+    location = (await api.offer(session)).headers["location"]
+    headers = {**secret_of(session), "Content-Type": "application/trickle-ice-sdpfrag"}
+    for body, status in (
+        ("a=ice-ufrag:abcd\r\na=candidate:1 1 UDP 1 192.0.2.1 5 typ host\r\n", 204),
+        ("a=ice-ufrag:EFGH\r\n", 422),
+    ):
+        response = await api.http.patch(location, content=body, headers=headers)
+        assert response.status_code == status
+    response = await api.http.patch(location, content="x", headers=secret_of(session))
+    problem(response, 415, "Content-Type")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({}, 422, "character"),
+        ({"character": "nobody"}, 422, "character"),
+        ({"character": "../../etc/passwd"}, 422, "character"),
+        ({"character": "ada", "livekit": {}}, 422, "livekit"),
+        ({"character": "ada", "seed": -1}, 422, "seed"),
+        ({"character": "ada", "seed": "x"}, 422, "seed"),
+        ({"character": "ada", "max_duration_s": 901}, 422, "max_duration_s"),
+        ({"character": "ada", "max_duration_s": 0}, 422, "max_duration_s"),
+        ({"character": "ada", "name": "x" * 41}, 422, "name"),
+        ({"character": "ada", "persona": "x" * 2001}, 422, "persona"),
+        ([], 422, None),
+    ],
+)
+async def test_a_bad_request_names_its_field(
+    api: Api, body: object, status: int, field: str | None
+) -> None:
+    problem(await api.http.post("/v1/sessions", json=body), status, field)
+    assert api.groups("ready") == 1
+
+
+async def test_bad_uploads_name_the_image_and_hold_no_slot(api: Api) -> None:
+    async def post(**kwargs: Any) -> httpx.Response:
+        return await api.http.post("/v1/sessions", **kwargs)
+
+    problem(await post(files={"image": b"GIF89a" + bytes(99)}), 422, "image")
+    problem(await post(files={"image": b""}), 422, "image")
+    problem(await post(files={"image": picture(size=(32, 32))}), 422, "image")
+    problem(await post(files={"picture": picture()}), 422, "picture")
+    problem(await post(files={"image": picture()}, data={"character": "ada"}), 422, "character")
+    problem(await post(files={"image": picture()}, data={"seed": "one"}), 422, "seed")
+    problem(await post(files={"image": bytes(10 * 1024 * 1024 + 1)}), 413, "image")
+    problem(await post(files={"image": bytes(12 * 1024 * 1024)}), 413, "image")
+    two = [("image", picture()), ("image", picture())]
+    problem(await post(files=two), 400)
+    problem(await post(content=b"x", headers={"Content-Type": "multipart/form-data"}), 400)
+    problem(await post(content=b"x", headers={"Content-Type": "text/plain"}), 415, "Content-Type")
+    assert api.groups("ready") == 1
+    assert await api.metric("characters_sessions_created_total") == 0
+
+
+async def test_an_endless_body_is_cut_off_while_it_streams(api: Api) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 65_536
+            yield bytes(65_536)
+
+    session = await api.create()
+    response = await api.http.post(
+        f"/v1/sessions/{session['id']}/webrtc",
+        content=endless(),
+        headers={**secret_of(session), **SDP},
+    )
+    problem(response, 413, "sdp")
+    assert sent < 400_000
+
+
+async def test_a_body_that_trickles_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.1)
+
+    async def trickle() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+        yield b"}"
+
+    response = await api.http.post(
+        "/v1/sessions", content=trickle(), headers={"Content-Type": "application/json"}
+    )
+    problem(response, 408)
+
+
+@pytest.mark.parametrize("text", ["", "   ", "x" * 501, None, 7])
+async def test_say_takes_words_and_not_too_many(api: Api, text: object) -> None:
+    session = await api.create()
+    await api.reach(session, "ready")
+    path = f"/v1/sessions/{session['id']}/say"
+    problem(await api.http.post(path, json={"text": text}, headers=secret_of(session)), 422, "text")
+
+
+async def test_too_many_sessions_from_one_address_are_429(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path, "server.sessions_per_minute=2")) as api:
+        for _ in range(2):
+            problem(await api.http.post("/v1/sessions", json={}), 422, "character")
+        response = await api.http.post("/v1/sessions", json={"character": "ada"})
+        problem(response, 429)
+        assert 1 <= int(response.headers["retry-after"]) <= 30
+
+
+async def test_a_storm_of_offers_is_429(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = await api.create()
+    codes = [(await api.offer(session, "garbage")).status_code for _ in range(32)]
+    assert codes[:30] == [400] * 30 and codes[-1] == 429
+
+
+# ---------------------------------------------------------------- who may do what
+
+
+async def test_a_secret_is_good_for_its_own_session_only(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
+        await api.until(lambda: api.groups("ready") == 2)
+        mine, other = await api.create(), await api.create()
+        calls = [
+            ("GET", ""),
+            ("DELETE", ""),
+            ("POST", "/webrtc"),
+            ("PATCH", "/webrtc"),
+            ("DELETE", "/webrtc"),
+            ("POST", "/interrupt"),
+            ("POST", "/say"),
+            ("POST", "/end"),
+        ]
+        for method, path in calls:
+            url = f"/v1/sessions/{other['id']}{path}"
+            for headers, status in (
+                (secret_of(mine), 404),
+                ({}, 401),
+                ({"Authorization": "Bearer x.y.z"}, 401),
+            ):
+                response = await api.http.request(method, url, headers=headers)
+                problem(response, status)
+        assert (await api.status(other))["status"] in ("starting", "ready")
+        problem(await api.http.get("/v1/sessions/" + "0" * 32, headers=secret_of(mine)), 404)
+
+
+async def test_a_server_key_is_needed_once_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHARACTERS_API_KEY", "k-123")
+    async with serving(app_config(tmp_path)) as api:
+        body = {"character": "ada"}
+        problem(await api.http.post("/v1/sessions", json=body), 401)
+        wrong = {"Authorization": "Bearer k-124"}
+        problem(await api.http.post("/v1/sessions", json=body, headers=wrong), 401)
+        right = {"Authorization": "Bearer k-123"}
+        response = await api.http.post("/v1/sessions", json=body, headers=right)
+        assert response.status_code == 201
+        session = response.json()
+        assert (
+            await api.http.get(f"/v1/sessions/{session['id']}", headers=right)
+        ).status_code == 200
+        assert (await api.status(session))["id"] == session["id"]
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "status"),
+    [
+        (None, "127.0.0.1:8080", 201),
+        ("http://127.0.0.1:8080", "127.0.0.1:8080", 201),
+        ("http://localhost:8080", "localhost:8080", 201),
+        ("https://app.example", "127.0.0.1:8080", 201),
+        ("https://evil.example", "127.0.0.1:8080", 403),
+        ("https://app.example.evil.example", "127.0.0.1:8080", 403),
+        ("http://127.0.0.1:9999", "127.0.0.1:8080", 403),
+        ("null", "127.0.0.1:8080", 403),
+        ("http://rebound.example:8080", "rebound.example:8080", 403),
+    ],
+)
+async def test_pages_of_other_sites_need_to_be_allowed(
+    tmp_path: Path, origin: str | None, host: str, status: int
+) -> None:
+    config = app_config(tmp_path, "server.allowed_origins=['https://app.example']")
+    async with serving(config) as api:
+        headers = {"Host": host} | ({"Origin": origin} if origin else {})
+        response = await api.http.post("/v1/sessions", json={"character": "ada"}, headers=headers)
+        assert response.status_code == status, response.text
+        allowed = response.headers.get("access-control-allow-origin")
+        assert allowed == (origin if origin == "https://app.example" else None)
+        assert "*" not in str(allowed)
+
+
+async def test_preflights_are_answered_for_allowed_origins(tmp_path: Path) -> None:
+    config = app_config(tmp_path, "server.allowed_origins=['https://app.example']")
+    async with serving(config, wait=False) as api:
+        url = "/v1/sessions/" + "0" * 32 + "/webrtc"
+        response = await api.http.options(url, headers={"Origin": "https://app.example"})
+        assert response.status_code == 204
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        assert "PATCH" in response.headers["access-control-allow-methods"]
+        assert "application/sdp" in response.headers["accept-post"]
+        problem(
+            await api.http.options(url, headers={"Origin": "https://evil.example"}), 403, "Origin"
+        )
+
+
+async def test_no_secret_and_no_sdp_reach_the_log(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "characters_serve"):
+        session = await api.create()
+        assert (await api.offer(session)).status_code == 201
+        await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        await api.reach(session, "ended")
+    assert session["client_secret"]["value"] not in caplog.text
+    assert "ice-ufrag" not in caplog.text and session["id"] not in caplog.text
+
+
+# ---------------------------------------------------------------- the rest of the surface
+
+
+async def test_presets_are_listed_with_their_pictures(api: Api) -> None:
+    listed = (await api.http.get("/v1/characters")).json()["characters"]
+    assert [c["id"] for c in listed] == ["ada"]
+    assert listed[0]["name"] == "Ada" and listed[0]["blurb"] == "A lighthouse keeper."
+    image = await api.http.get(listed[0]["image"])
+    assert image.headers["content-type"] == "image/png" and image.content == picture()
+    problem(await api.http.get("/v1/characters/nobody/image.png"), 404)
+    persona = api.gateway.characters["ada"].persona
+    assert persona.facts == {"age": "61"} and persona.likes == ["storms"]
+    assert persona.greeting == "Ahoy." and persona.instructions == "A lighthouse keeper."
+
+
+async def test_the_page_is_served_with_its_guards(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web = tmp_path / "web"
+    web.mkdir()
+    (web / "index.html").write_text("<!doctype html><title>hello</title>")
+    (web / "client.js").write_text("export {}")
+    (tmp_path / "secret.txt").write_text("no")
+    monkeypatch.setattr(app_module, "WEB", web)
+    page = await api.http.get("/")
+    assert page.status_code == 200 and "hello" in page.text
+    assert page.headers["cache-control"] == "no-cache"
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    script = await api.http.get("/client.js")
+    assert "javascript" in script.headers["content-type"]
+    for path in ("/nothing.js", "/..%2Fsecret.txt", "/%2e%2e%2fsecret.txt", "/.hidden"):
+        problem(await api.http.get(path), 404)
+
+
+async def test_metrics_hold_what_hosts_report_and_no_ids(api: Api) -> None:
+    session = await api.create()
+    await api.status(session)
+
+    async def reported() -> bool:
+        return await api.metric("characters_step_ms_count") > 0
+
+    async with asyncio.timeout(10):
+        while not await reported():
+            await asyncio.sleep(0.05)
+    text = (await api.http.get("/metrics")).text
+    assert "characters_decode_ms_bucket" in text and "characters_chunks_total" in text
+    assert "characters_playout_chunks{group=" in text
+    assert 'route="/v1/sessions/{session_id}"' in text and session["id"] not in text
+    assert "characters_turn_latency_ms_count" in text
+
+
+async def test_host_counters_never_fall_when_a_group_is_rebuilt(api: Api) -> None:
+    async with asyncio.timeout(10):
+        while (before := await api.metric("characters_chunks_total")) < 5:
+            await asyncio.sleep(0.05)
+    session = await api.create("crash")
+    await api.reach(session, "failed")
+    await api.until(lambda: api.groups("ready"))
+    after = await api.metric("characters_chunks_total")
+    assert after >= before
+    async with asyncio.timeout(10):
+        while await api.metric("characters_chunks_total") <= after:
+            await asyncio.sleep(0.05)

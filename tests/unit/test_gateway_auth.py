@@ -1,0 +1,106 @@
+"""Secrets, rates and overdue sessions, with an invented clock."""
+
+from __future__ import annotations
+
+import jwt
+import pytest
+from starlette.datastructures import Headers
+
+from characters_serve.config import ServerConfig, SessionConfig
+from characters_serve.fleet.pool import Lease
+from characters_serve.gateway.auth import Authority, Origins, bearer
+from characters_serve.gateway.limits import MAX_TRACKED, RateLimiter, address_key
+from characters_serve.gateway.problems import Problem
+from characters_serve.gateway.sessions import HOST_SLACK_S, Session, State, overdue
+
+
+def refused(authority: Authority, session_id: str, token: str | None, now_s: float) -> int:
+    with pytest.raises(Problem) as caught:
+        authority.check_may_use(session_id, token, now_s)
+    return caught.value.status
+
+
+def test_a_secret_ends_when_it_said() -> None:
+    authority = Authority(None)
+    secret = authority.issue("a", 1000.0, 60.0)
+    assert secret.expires_at == 1060
+    authority.check_may_use("a", secret.value, 1059.0)
+    assert refused(authority, "a", secret.value, 1060.0) == 401
+    assert refused(authority, "b", secret.value, 1000.0) == 404
+    assert refused(authority, "a", None, 1000.0) == 401
+
+
+def test_a_secret_of_another_process_algorithm_or_purpose_is_worth_nothing() -> None:
+    authority, other = Authority(None), Authority(None)
+    assert refused(authority, "a", other.issue("a", 0, 60).value, 1) == 401
+    claims = {"sub": "a", "aud": "characters-serve", "scope": "session", "exp": 60}
+    unsigned = jwt.encode(claims, None, "none")  # type: ignore[arg-type]
+    assert refused(authority, "a", unsigned, 1) == 401
+    key = authority._signing_key
+    for wrong in ({"aud": "elsewhere"}, {"scope": "admin"}, {"exp": None}):
+        body = {k: v for k, v in {**claims, **wrong}.items() if v is not None}
+        assert refused(authority, "a", jwt.encode(body, key, "HS256"), 1) == 401
+    authority.check_may_use("a", jwt.encode(claims, key, "HS256"), 1)
+
+
+def test_only_a_bearer_header_holds_a_token() -> None:
+    assert bearer(Headers({"authorization": "Bearer abc"})) == "abc"
+    assert bearer(Headers({"authorization": "bearer abc"})) == "abc"
+    for header in ("", "Bearer", "Bearer  ", "Basic abc"):
+        assert bearer(Headers({"authorization": header})) is None
+
+
+def test_behind_a_public_address_or_a_server_key_the_host_name_is_free() -> None:
+    headers = Headers({"host": "talk.example", "origin": "https://talk.example"})
+    Origins(ServerConfig(host="0.0.0.0"), key_required=False).check(headers)
+    Origins(ServerConfig(), key_required=True).check(headers)
+    Origins(ServerConfig(allowed_origins=("https://talk.example",)), False).check(headers)
+    with pytest.raises(Problem, match="allowed_origins"):
+        Origins(ServerConfig(), key_required=False).check(headers)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8080", "[::1]:8080", "localhost", "LOCALHOST:1"])
+def test_every_loopback_name_is_local(host: str) -> None:
+    Origins(ServerConfig(), key_required=False).check(Headers({"host": host}))
+
+
+def test_a_rate_is_a_burst_and_then_a_pace() -> None:
+    limiter = RateLimiter(6)
+    assert [limiter.retry_after_s("a", 0.0) for _ in range(6)] == [None] * 6
+    assert limiter.retry_after_s("a", 0.0) == pytest.approx(10.0)
+    assert limiter.retry_after_s("b", 0.0) is None, "others are not touched"
+    assert limiter.retry_after_s("a", 9.0) == pytest.approx(1.0)
+    assert limiter.retry_after_s("a", 10.0) is None
+    assert limiter.retry_after_s("a", 10.0) is not None
+
+
+def test_the_limiter_remembers_a_bounded_number_of_addresses() -> None:
+    limiter = RateLimiter(1)
+    for index in range(MAX_TRACKED + 50):
+        limiter.retry_after_s(str(index), 0.0)
+    assert len(limiter._buckets) == MAX_TRACKED
+
+
+def test_an_ipv6_client_is_its_network() -> None:
+    assert address_key("2001:db8::1") == address_key("2001:db8::ffff") == "2001:db8::/64"
+    assert address_key("::ffff:192.0.2.1") == address_key("192.0.2.1") == "192.0.2.1"
+    assert address_key(None) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("state", "in_state_s", "reason"),
+    [
+        ("ready", 30 + HOST_SLACK_S, None),
+        ("ready", 31 + HOST_SLACK_S, "nobody connected"),
+        ("reconnecting", 21 + HOST_SLACK_S, "connection lost"),
+        ("ending", 31 + HOST_SLACK_S, "draining"),
+        ("live", 600, None),
+        ("live", 901 + 30 + HOST_SLACK_S, "max_duration"),
+    ],
+)
+def test_a_host_that_forgets_a_deadline_is_reminded(
+    state: State, in_state_s: float, reason: str | None
+) -> None:
+    session = Session("s", None, "Ada", 900.0, 0.0, Lease("g0", "s", 1), state)
+    session.reason = "draining" if state == "ending" else ""
+    assert overdue(session, SessionConfig(), in_state_s) == reason
