@@ -172,8 +172,10 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     put_colour("hair", torch.where(human[:, None] > 0, hair, skin * 0.80))
     brow = torch.where(human[:, None] > 0, hair * 0.62, skin * 0.45)
     put_colour("brow", brow)
+    pale = skin * 0.16 + 0.82
     put_colour(
-        "muzzle", torch.where(flags["rabbit"][:, None] > 0, skin * 0.4 + 0.6, skin * 0.45 + 0.53)
+        "muzzle",
+        torch.where((flags["rabbit"] + flags["fox"])[:, None] > 0, pale, skin * 0.45 + 0.53),
     )
     dark_iris = _palette(
         ((0.20, 0.12, 0.08), (0.36, 0.24, 0.10), (0.25, 0.42, 0.30)), a["iris"], False
@@ -545,7 +547,7 @@ def _body(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> tuple[Colour, 
     placket = _cover((ax - 0.034).abs() - 0.003) * 0.3
     body = _tint(body, (0.6, 0.6, 0.62), placket * p["shirt"])
     body = _over(body, _scale(accent, 1.0), buttons * p["shirt"])
-    strings = _cover(torch.maximum((ax - 0.10 + 0.02 * by).abs() - 0.009, by - 0.99))
+    strings = _cover(torch.maximum((ax - 0.10 + 0.02 * by).abs() - 0.009, by - 1.05))
     body = _over(body, _lighten(accent, 0.4 + 0 * bx), strings * p["hoodie"])
     body = _tint(body, (0.55, 0.5, 0.6), edge)
     image = _over(image, body, _cover(torso))
@@ -657,7 +659,7 @@ def _pointed_ear(x: Tensor, y: Tensor, size: Tensor, height: float) -> Tensor:
     """A triangular ear with slightly bulging sides, its base at y = 0.12."""
     top = y + height * size
     bulge = 0.10 * torch.sin((top / (height * size + 0.12)).clamp(0.0, 1.0) * math.pi) * size * 0.35
-    outside = (x - 0.05) - 0.34 * top - bulge
+    outside = (x - 0.02) - 0.25 * top - bulge
     inside = -(x - 0.05) - 0.62 * top - bulge
     return torch.maximum(_join(outside, inside, -0.05) * 0.86, y - 0.14)
 
@@ -1007,7 +1009,7 @@ def _head(
     muzzle_y = (p["nose_y"] + p["mouth_y"]) / 2 + 0.02
     mz_height = 0.150 + 0.5 * p["jaw_drop"]
     muzzle = _ellipse(fx - 0.03 * yaw, fy - muzzle_y, 0.225, mz_height)
-    cheeks = 0.25 - 0.45 * fx.abs() - fy + 0.12 * _bump(fx, 0.1)
+    cheeks = 0.25 - 0.45 * fx.abs() - fy
     white_area = torch.maximum(_soft(muzzle, 0.05), _soft(cheeks, 0.08) * p["fox"])
     muzzle_tone = [m * (0.50 + 0.50 * shade) for m in p.colour("muzzle")]
     patch = _ellipse(fx - p["eye_gap"], fy - p["eye_y"], 0.16, 0.19)
