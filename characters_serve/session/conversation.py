@@ -1,0 +1,189 @@
+"""In: agent messages, microphone PCM, playout events, the client's wishes. Out: RTVI events for the
+client, reports for the agent, speech for the chunker.
+
+What the client reads follows what it hears: captions and speaking states are sent when the playout
+reaches them. Knows nothing of the connection or the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from characters_serve.messages import (
+    AgentAudio,
+    AgentError,
+    AgentInterrupt,
+    AgentSay,
+    Message,
+    Playback,
+    Transcript,
+    TurnTiming,
+    UserAudio,
+    UserSpeech,
+)
+from characters_serve.session.chunker import Chunker
+from characters_serve.session.counters import Counters
+from characters_serve.session.events import EventsChannel
+from characters_serve.session.microphone import loudness
+from characters_serve.session.playout import Playout, PlayoutEvent
+
+log = logging.getLogger(__name__)
+
+# A turn that has not been answered for this long is not measured by what is said later.
+MAX_TURN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Caption:
+    utterance_id: int
+    offset_ms: float
+    text: str
+
+
+class Conversation:
+    def __init__(
+        self,
+        session_id: str,
+        chunker: Chunker,
+        playout: Playout,
+        events: EventsChannel,
+        counters: Counters,
+        to_agent: Callable[[Message], None],
+        now_s: float,
+    ) -> None:
+        self.listening_energy = 0.0
+        self.last_speech_s = now_s
+        self.turn_stages_ms: dict[str, float] = {}
+        self._session_id = session_id
+        self._chunker = chunker
+        self._playout = playout
+        self._events = events
+        self._counters = counters
+        self._to_agent = to_agent
+        self._user_speaking = False
+        self._speech_ended_s: float | None = None
+        self._captions: deque[_Caption] = deque()
+        self._queued_ms: tuple[int, float] = (0, 0.0)
+
+    def microphone(self, pcm_16k: bytes) -> None:
+        heard = loudness(pcm_16k) if self._user_speaking else 0.0
+        self.listening_energy += 0.1 * (heard - self.listening_energy)
+        self._to_agent(UserAudio(self._session_id, pcm_16k))
+
+    def agent(self, message: Message, now_s: float) -> None:
+        match message:
+            case AgentAudio():
+                self._queue(message)
+            case UserSpeech():
+                self._user_speech(message, now_s)
+            case Transcript(role="user"):
+                data = {"text": message.text, "final": message.final}
+                self._events.emit("user-transcription", data)
+            case Transcript():
+                pass  # captions come with the audio, so that they can follow its playout
+            case TurnTiming():
+                self._timing(message, now_s)
+            case AgentError():
+                self._counters.count("agent_errors_total")
+                log.warning("the agent reports: %s", message.reason)
+                self._events.emit("error", {"message": message.reason, "fatal": False})
+
+    def say(self, text: str, now_s: float) -> None:
+        self.last_speech_s = now_s
+        self._to_agent(AgentSay(self._session_id, text))
+
+    def interrupt(self, now_s: float) -> None:
+        """Stops what is spoken, and what is thought but not yet heard of here (the next id)."""
+        latest_id = self._silence(now_s)
+        self._to_agent(AgentInterrupt(self._session_id, latest_id + 1))
+
+    def follow(self, now_s: float) -> None:
+        """Called after each picture and packet: reports where the playout has come to."""
+        for event in self._playout.take_events():
+            self._playout_event(event, now_s)
+        if self._captions:
+            self._show_captions()
+
+    def _silence(self, now_s: float) -> int:
+        was_speaking = self._playout.utterance_id != 0
+        position_ms = self._playout.position_ms if was_speaking else 0.0
+        latest_id = self._chunker.interrupt()
+        self._playout.interrupt(self._chunker.epoch, latest_id)
+        self._captions.clear()
+        self._counters.count("interrupts_total")
+        if was_speaking:
+            self._events.emit("bot-interrupted", {"position_ms": round(position_ms)})
+        self.follow(now_s)
+        return latest_id
+
+    def _queue(self, audio: AgentAudio) -> None:
+        utterance_id, queued_ms = self._queued_ms
+        if utterance_id != audio.utterance_id:
+            queued_ms = 0.0
+        if self._chunker.add(audio) and audio.text:
+            self._captions.append(_Caption(audio.utterance_id, queued_ms, audio.text))
+        queued_ms += len(audio.pcm) / 2 * 1000 / audio.sample_rate
+        self._queued_ms = (audio.utterance_id, queued_ms)
+
+    def _user_speech(self, speech: UserSpeech, now_s: float) -> None:
+        self.last_speech_s = now_s
+        if speech.speaking != self._user_speaking:
+            self._user_speaking = speech.speaking
+            kind = "user-started-speaking" if speech.speaking else "user-stopped-speaking"
+            self._events.emit(kind)
+            self._speech_ended_s = None if speech.speaking else now_s
+        if speech.barge_in:
+            latest_id = self._silence(now_s)
+            self._to_agent(AgentInterrupt(self._session_id, latest_id))
+
+    def _timing(self, timing: TurnTiming, now_s: float) -> None:
+        self.turn_stages_ms = dict(timing.stages_ms)
+        # The agent knows when the speech really ended; its own notice comes a silence later.
+        first_audio_ms = timing.stages_ms.get("first_audio")
+        if first_audio_ms is not None and self._speech_ended_s is not None:
+            self._speech_ended_s = now_s - first_audio_ms / 1000
+
+    def _playout_event(self, event: PlayoutEvent, now_s: float) -> None:
+        if event.kind == "voiced":
+            self._voiced(now_s)
+            return
+        report = Playback(self._session_id, event.utterance_id, event.kind, event.played_ms)
+        self._to_agent(report)
+        self.last_speech_s = now_s
+        position_ms = round(event.played_ms)
+        if event.kind == "started":
+            self._events.emit("bot-started-speaking", {"utterance_id": event.utterance_id})
+        elif event.kind == "finished" or event.played_ms > 0:
+            if event.kind == "finished":
+                self._show_captions(through_id=event.utterance_id)
+            interrupted = event.kind == "interrupted"
+            data = {"interrupted": interrupted, "position_ms": position_ms}
+            self._events.emit("bot-stopped-speaking", data)
+
+    def _voiced(self, now_s: float) -> None:
+        if self._speech_ended_s is None:
+            return
+        latency_s = now_s - self._speech_ended_s
+        self._speech_ended_s = None
+        if latency_s > MAX_TURN_S:
+            return
+        self.turn_stages_ms["voice"] = round(latency_s * 1000, 1)
+        self._counters.observe("turn_latency_ms", latency_s * 1000)
+        turn = {"turn_latency_ms": round(latency_s * 1000), "turn": self.turn_stages_ms}
+        self._events.emit("metrics", turn)
+
+    def _show_captions(self, through_id: int = 0) -> None:
+        """Emits the captions that the voice has reached, or all of the utterances that are over."""
+        speaking_id, position_ms = self._playout.utterance_id, self._playout.position_ms
+        while self._captions:
+            caption = self._captions[0]
+            over = caption.utterance_id <= through_id or caption.utterance_id < speaking_id
+            reached = caption.utterance_id == speaking_id and caption.offset_ms <= position_ms
+            if not (over or reached):
+                return
+            self._captions.popleft()
+            data = {"text": caption.text, "utterance_id": caption.utterance_id}
+            self._events.emit("bot-transcription", data)

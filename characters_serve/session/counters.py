@@ -1,0 +1,48 @@
+"""In: counts and times of a group's sessions. Out: `HostMetrics`, about once a second."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+from characters_serve.messages import HostMetrics
+
+COUNTERS: Final = (
+    "chunks_total",
+    "late_chunks_total",
+    "underruns_total",
+    "held_ms_total",
+    "frames_sent_total",
+    "frames_skipped_total",
+    "degraded_chunks_total",
+    "interrupts_total",
+    "agent_errors_total",
+    "offers_refused_total",
+    "client_messages_refused_total",
+)
+
+
+class Counters:
+    """Counters start at zero with the group and only grow."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
+        self._gauges: dict[str, float] = {}
+        self._observations: defaultdict[str, list[float]] = defaultdict(list)
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self._counters[name] += amount
+
+    def gauge(self, name: str, value: float | None) -> None:
+        if value is None:
+            self._gauges.pop(name, None)
+        else:
+            self._gauges[name] = value
+
+    def observe(self, name: str, value: float) -> None:
+        self._observations[name].append(value)
+
+    def take(self) -> HostMetrics:
+        """Observations are handed out once."""
+        observations, self._observations = self._observations, defaultdict(list)
+        return HostMetrics(dict(self._counters), dict(self._gauges), dict(observations))

@@ -1,0 +1,288 @@
+"""In: the gateway's requests. Out: answers, session states, metrics.
+
+The session host process, one for each group: it starts the group's engine and agent, and holds one
+session at a time; the next finds nothing of the last. A child that dies, or an engine that stalls,
+ends the session and this process: the gateway builds a new group. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Literal
+
+from characters_serve.config import Config
+from characters_serve.messages import (
+    AgentAudio,
+    AgentError,
+    AgentStart,
+    Answer,
+    CloseSession,
+    Done,
+    Interrupt,
+    Message,
+    Offer,
+    OpenSession,
+    Refused,
+    Say,
+    SessionState,
+    StartCharacter,
+    Transcript,
+    TurnTiming,
+    UserSpeech,
+    VideoChunk,
+)
+from characters_serve.processes import AsyncControlLink, ChildFailed
+from characters_serve.session.children import Children
+from characters_serve.session.counters import Counters
+from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
+from characters_serve.session.offer import OfferRefused
+
+log = logging.getLogger(__name__)
+
+METRICS_PERIOD_S = 1.0
+# For the last event to reach the client before its channel closes.
+GOODBYE_S = 0.05
+# Sockets do not linger: the last message needs a moment before the process is gone.
+LAST_WORD_S = 0.1
+
+State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
+
+
+class Host:
+    def __init__(self, config: Config, group_dir: Path) -> None:
+        self._config = config
+        self._link = AsyncControlLink(group_dir, "host")
+        self._counters = Counters()
+        self._children = Children(
+            config,
+            group_dir,
+            on_agent=self._from_agent,
+            on_chunk=self._from_engine,
+            on_fault=self._fault,
+        )
+        self._session: LiveSession | None = None
+        self._session_id: str | None = None
+        # What the agent says between its start and the session's.
+        self._early: list[Message] = []
+        self._changing = asyncio.Lock()
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._faulty: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Until Shutdown (0) or a fault of the group (1)."""
+        try:
+            details = await self._children.start()
+        except (ChildFailed, OSError) as error:
+            await self._link.failed(str(error))
+            await asyncio.sleep(LAST_WORD_S)
+            return 1
+        await self._link.ready(details)
+        background = [
+            asyncio.create_task(self._send_outbox(), name="outbox"),
+            asyncio.create_task(self._send_metrics(), name="metrics"),
+        ]
+        receive = asyncio.create_task(self._receive(), name="receive")
+        ends: list[asyncio.Future[None] | asyncio.Future[str]] = [receive, self._faulty]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if self._faulty.done():
+            await self._end_faulty(self._faulty.result())
+            code = 1
+        else:
+            receive.result()
+            await self._close_session("the server is stopping", "ended")
+            await self._children.stop("the group stops")
+            code = 0
+        for task in (receive, *background, *self._tasks):
+            task.cancel()
+        await asyncio.gather(receive, *background, *self._tasks, return_exceptions=True)
+        return code
+
+    # ------------------------------------------------------------ requests
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._link.channel.recv()
+            if await self._link.answer(message):
+                return
+            match message:
+                # Opening waits for models and closing for peers; neither may delay a ping.
+                case OpenSession() | CloseSession() | Offer() | Interrupt() | Say():
+                    task = asyncio.create_task(self._serve(message))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, request: OpenSession | CloseSession | Offer | Interrupt | Say) -> None:
+        try:
+            answer = await self._handle(request)
+        except Exception as error:
+            log.exception("%s failed", type(request).__name__)
+            answer = Refused(request.request_id, 500, "the session host failed")
+            self._fault(f"{type(request).__name__}: {error}")
+        self._outbox.put_nowait(answer)
+
+    async def _handle(
+        self, request: OpenSession | CloseSession | Offer | Interrupt | Say
+    ) -> Done | Refused | Answer:
+        number = request.request_id
+        if isinstance(request, OpenSession):
+            return await self._open(request)
+        session = self._session
+        if session is None or session.session_id != request.session_id:
+            if isinstance(request, CloseSession):
+                async with self._changing:  # it may be closing at this moment
+                    return Done(number)
+            return Refused(number, 404, "no such session")
+        match request:
+            case Offer():
+                try:
+                    sdp = await session.offer(request.sdp, request.takeover)
+                except OfferRefused as error:
+                    return Refused(number, 400, str(error))
+                except OfferConflict as error:
+                    return Refused(number, 409, str(error))
+                return Answer(number, request.session_id, sdp)
+            case Interrupt():
+                session.interrupt()
+            case Say():
+                session.say(request.text)
+            case CloseSession():
+                await self._close_session(request.reason, "ended")
+        return Done(number)
+
+    # ------------------------------------------------------------ one session
+
+    async def _open(self, request: OpenSession) -> Done | Refused:
+        number, config = request.request_id, self._config
+        expected = 3 * config.model.width * config.model.height
+        if len(request.image_rgb) != expected:
+            return Refused(number, 400, f"image_rgb must have {expected} bytes")
+        async with self._changing:
+            if self._session_id is not None:
+                return Refused(number, 409, "the group has a session")
+            self._session_id = request.session_id
+            self._early = []
+            self._state("starting", "")
+            try:
+                start = StartCharacter(request.session_id, request.image_rgb, request.seed)
+                await self._children.start_character(start)
+                agent = await self._children.start_agent(
+                    AgentStart(request.session_id, request.persona, config.agent.greet)
+                )
+            except TimeoutError as error:
+                self._fault(str(error))
+                return Refused(number, 503, str(error))
+            links = SessionLinks(
+                send_step=self._children.send_step,
+                to_agent=self._children.to_agent,
+                on_state=self._state,
+                on_over=self._over,
+                on_fault=self._fault,
+            )
+            self._session = LiveSession(config, request, agent, links, self._counters)
+            for early in self._early:
+                self._session.agent(early)
+            self._state("ready", "")
+        return Done(number)
+
+    def _over(self, reason: str) -> None:
+        task = asyncio.create_task(self._close_session(reason, "ended"))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close_session(self, reason: str, final: State) -> None:
+        async with self._changing:
+            session, session_id = self._session, self._session_id
+            if session is None or session_id is None:
+                return
+            self._state("ending", reason)
+            session.announce_end(reason, 0)
+            await asyncio.sleep(GOODBYE_S)
+            self._session = None
+            await session.close()
+            if final == "ended":
+                self._children.end_agent(session_id)
+                try:
+                    await self._children.end_character(session_id)
+                except TimeoutError as error:
+                    self._fault(str(error))
+            self._state(final, reason)
+            self._session_id = None
+            for name in ("playout_depth", "video_fps", "rtt_ms", "engine_load", "video_kbps"):
+                self._counters.gauge(name, None)
+
+    def _state(self, state: State, reason: str) -> None:
+        if self._session_id is not None:
+            self._outbox.put_nowait(SessionState(self._session_id, state, reason))
+
+    # ------------------------------------------------------------ the children
+
+    def _from_engine(self, chunk: VideoChunk) -> None:
+        if self._session is not None:
+            self._session.chunk(chunk)
+
+    def _from_agent(self, message: Message) -> None:
+        match message:
+            case AgentAudio() | UserSpeech() | Transcript() | TurnTiming() | AgentError():
+                if message.session_id != self._session_id:
+                    return
+                if self._session is None:
+                    self._early.append(message)
+                else:
+                    self._session.agent(message)
+            case _:
+                log.warning("the agent sent an unexpected %s", type(message).__name__)
+
+    def _fault(self, reason: str) -> None:
+        if not self._faulty.done():
+            log.error("the group is at fault: %s", reason)
+            self._faulty.set_result(reason)
+
+    async def _end_faulty(self, reason: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.fleet.stop_timeout_s):
+                await self._close_session(reason, "failed")
+        await self._outbox.join()
+        await self._link.failed(reason)
+        await self._children.kill()
+        await asyncio.sleep(LAST_WORD_S)
+
+    # ------------------------------------------------------------ to the gateway
+
+    async def _send_outbox(self) -> None:
+        while True:
+            await self._link.channel.send(await self._outbox.get())
+            self._outbox.task_done()
+
+    async def _send_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_PERIOD_S)
+            self._outbox.put_nowait(self._counters.take())
+
+
+async def _main(config: Config, group_dir: Path) -> int:
+    loop = asyncio.get_running_loop()
+    # The parent decides when a group ends; a terminal's Ctrl-C reaches it too.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    return await Host(config, group_dir).run()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The session host of one group.")
+    parser.add_argument("--group-dir", type=Path, required=True)
+    options = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    config = Config.model_validate_json((options.group_dir / "config.json").read_text())
+    return asyncio.run(_main(config, options.group_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

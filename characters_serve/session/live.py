@@ -1,0 +1,387 @@
+"""In: offers, chunks, agent messages and time. Out: answers, steps, states and the verdict "over".
+
+One session from ready to over: it owns the clock, the chunker, the playout and the peer, and wires
+them. Nothing of it outlives close(). Knows nothing of processes or of other sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from characters_serve.config import Config
+from characters_serve.messages import AgentStarted, Message, OpenSession, StepInput, VideoChunk
+from characters_serve.session.chunker import Chunker
+from characters_serve.session.clock import MediaClock
+from characters_serve.session.conversation import Conversation
+from characters_serve.session.counters import Counters
+from characters_serve.session.degrade import DegradeLadder
+from characters_serve.session.events import (
+    BadMessage,
+    ClientInterrupt,
+    ClientReady,
+    ClientText,
+    EventsChannel,
+    parse_client_message,
+    parse_ping,
+    pong,
+)
+from characters_serve.session.lifecycle import (
+    Changed,
+    EndingSoon,
+    Lifecycle,
+    Limits,
+    Over,
+    State,
+    Verdict,
+)
+from characters_serve.session.offer import OfferRefused, check_offer
+from characters_serve.session.peer import Peer, PeerCallbacks
+from characters_serve.session.playout import Playout
+from characters_serve.session.tracks import Delivery
+
+log = logging.getLogger(__name__)
+
+TICK_S: Final = 0.25
+REPORT_S: Final = 1.0
+ENGINE_STALLED_S: Final = 10.0
+FROZEN_FACE_S: Final = 0.5
+
+
+class OfferConflict(RuntimeError):
+    """The session has a live client already."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLinks:
+    """on_over and on_fault are called once at most; a fault is the group's, not the client's."""
+
+    send_step: Callable[[StepInput], Awaitable[None]]
+    to_agent: Callable[[Message], None]
+    on_state: Callable[[State, str], None]
+    on_over: Callable[[str], None]
+    on_fault: Callable[[str], None]
+
+
+class LiveSession:
+    def __init__(
+        self,
+        config: Config,
+        request: OpenSession,
+        agent: AgentStarted | None,
+        links: SessionLinks,
+        counters: Counters,
+    ) -> None:
+        now_s = time.monotonic()
+        model = config.model
+        self.session_id = request.session_id
+        self._config = config
+        self._agent = agent
+        self._links = links
+        self._counters = counters
+        self._clock = MediaClock(now_s, time.time(), model.fps)
+        self._chunker = Chunker(model, request.session_id, request.seed)
+        self._playout = Playout(
+            fps=model.fps,
+            voice_samples_per_chunk=model.voice_samples_per_chunk,
+            target_chunks=config.delivery.playout_chunks,
+        )
+        self._events = EventsChannel()
+        self._conversation = Conversation(
+            self.session_id,
+            self._chunker,
+            self._playout,
+            self._events,
+            counters,
+            links.to_agent,
+            now_s,
+        )
+        self._ladder = DegradeLadder(
+            passes=len(model.noise_levels),
+            degraded_passes=config.engine.degraded_passes,
+            period_s=model.chunk_period_s,
+            overlapped=config.optimizations.dedicated_decoder,
+        )
+        limits = Limits(
+            max_duration_s=request.max_duration_s,
+            idle_timeout_s=request.idle_timeout_s,
+            connect_timeout_s=config.session.connect_timeout_s,
+            reconnect_grace_s=config.session.reconnect_grace_s,
+            ending_notice_s=config.session.ending_notice_s,
+        )
+        self._lifecycle = Lifecycle(limits, now_s)
+        self._peer: Peer | None = None
+        self._offers = asyncio.Lock()
+        self._closed = False
+        self._over = False
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._chunk_s = now_s
+        self._reported_underruns = 0
+        self._reported_held_ms = 0.0
+        self._avatar_state = "normal"
+        self._tasks = [
+            asyncio.create_task(self._feed(), name="feed"),
+            asyncio.create_task(self._watch(), name="watch"),
+        ]
+        self._peer_closing: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ the client's connection
+
+    async def offer(self, sdp: str, takeover: bool) -> str:
+        """Answers an offer; raises OfferRefused or OfferConflict and leaves a live peer alone."""
+        async with self._offers:
+            if self._closed:
+                raise OfferConflict("the session is ending")
+            if self._peer is not None and self._lifecycle.state == "live" and not takeover:
+                raise OfferConflict(
+                    "the session has a live client; ask with takeover to replace it"
+                )
+            try:
+                checked = check_offer(sdp)
+            except OfferRefused:
+                self._counters.count("offers_refused_total")
+                raise
+            await self._drop_peer("replaced by a new offer")
+            model = self._config.model
+            delivery = Delivery(self._clock, self._playout, model.width, model.height, self._pulled)
+            peer = Peer(self._config.delivery, delivery, self._callbacks())
+            self._peer = peer
+            try:
+                return await peer.answer(checked)
+            except OfferRefused:
+                self._counters.count("offers_refused_total")
+                self._peer = None
+                raise
+
+    def _callbacks(self) -> PeerCallbacks:
+        return PeerCallbacks(
+            on_connected=self._connected,
+            on_lost=self._peer_lost,
+            on_microphone=self._conversation.microphone,
+            on_channel=self._channel_opened,
+            on_message=self._client_message,
+        )
+
+    def _connected(self) -> None:
+        self._apply(self._lifecycle.connected(time.monotonic()))
+
+    def _peer_lost(self, reason: str) -> None:
+        task = asyncio.create_task(self._drop_peer(reason))
+        self._peer_closing.add(task)
+        task.add_done_callback(self._peer_closing.discard)
+
+    async def _drop_peer(self, reason: str) -> None:
+        peer, self._peer = self._peer, None
+        if peer is None:
+            return
+        now_s = time.monotonic()
+        self._events.detach()
+        if self._chunker.speaking or self._playout.utterance_id:
+            self._conversation.interrupt(now_s)
+        self._apply(self._lifecycle.lost(now_s, reason))
+        self._counters.count("client_messages_refused_total", peer.messages_refused)
+        self._count_delivery(peer.delivery)
+        await peer.close()
+
+    def _channel_opened(self, label: Literal["events", "probe"], channel: Any) -> None:
+        if label == "events":
+            self._events.attach(channel.send, lambda: int(channel.bufferedAmount))
+            channel.on("close", self._events.detach)
+        else:
+            self._probe = channel
+
+    def _client_message(self, label: Literal["events", "probe"], raw: object) -> None:
+        now_s = time.monotonic()
+        try:
+            if label == "probe":
+                answer = pong(parse_ping(raw), now_s * 1000, self._clock.media_ms(now_s))
+                if self._probe.readyState == "open":
+                    self._probe.send(answer)
+                self._apply(self._lifecycle.beat(now_s))
+                return
+            message = parse_client_message(raw)
+        except BadMessage as error:
+            self._counters.count("client_messages_refused_total")
+            self._events.emit("error", {"message": str(error), "fatal": False})
+            return
+        match message:
+            case ClientReady(message_id):
+                self._events.emit("bot-ready", self._about(), message_id)
+            case ClientInterrupt():
+                self._conversation.interrupt(now_s)
+                self._lifecycle.activity(now_s)
+            case ClientText(_, content):
+                self._conversation.interrupt(now_s)
+                self._conversation.say(content, now_s)
+
+    def _about(self) -> dict[str, Any]:
+        agent = self._agent
+        return {
+            "version": "1.0.0",
+            "about": {"library": "characters-serve", "model": self._config.model.name},
+            "listener": agent.listener if agent else "nobody",
+            "voice": agent.voice if agent else "none",
+            "chat": agent.chat if agent else "none",
+        }
+
+    # ------------------------------------------------------------ the agent and the API
+
+    def agent(self, message: Message) -> None:
+        if not self._closed:
+            self._conversation.agent(message, time.monotonic())
+            self._wanted.set()
+
+    def interrupt(self) -> None:
+        self._conversation.interrupt(time.monotonic())
+
+    def say(self, text: str) -> None:
+        self._conversation.say(text, time.monotonic())
+
+    # ------------------------------------------------------------ the engine
+
+    def chunk(self, chunk: VideoChunk) -> None:
+        now_s = time.monotonic()
+        if chunk.session_id != self.session_id or self._closed:
+            return
+        late = self._playout.playing and self._playout.held_s > 0
+        try:
+            taken = self._playout.push(chunk)
+        except ValueError as error:
+            self._fault(f"the engine sent an impossible chunk: {error}")
+            return
+        if not taken:
+            log.warning("chunk %d is not the one expected", chunk.chunk_index)
+            return
+        self._chunk_s = now_s
+        self._counters.count("chunks_total")
+        self._counters.count("late_chunks_total", float(late))
+        self._counters.observe("step_ms", chunk.step_ms)
+        self._counters.observe("decode_ms", chunk.decode_ms)
+        self._ladder.chunk(now_s, chunk.step_ms, chunk.decode_ms)
+        if self._peer is not None:
+            self._peer.delivery.try_start()
+        self._wanted.set()
+
+    async def _feed(self) -> None:
+        """Hands a step to the engine for each credit of the playout."""
+        full = len(self._config.model.noise_levels)
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            while self._playout.credits > 0:
+                step = self._chunker.next(
+                    passes=self._ladder.passes,
+                    listening_energy=self._conversation.listening_energy,
+                )
+                if step.passes < full:
+                    self._counters.count("degraded_chunks_total")
+                if not self._playout.in_flight:
+                    self._chunk_s = time.monotonic()
+                self._playout.step_sent()
+                await self._links.send_step(step)
+
+    def _pulled(self) -> None:
+        """A picture or a packet has just been handed out."""
+        now_s = time.monotonic()
+        self._conversation.follow(now_s)
+        if self._playout.underruns > self._reported_underruns:
+            self._counters.count(
+                "underruns_total", self._playout.underruns - self._reported_underruns
+            )
+            self._reported_underruns = self._playout.underruns
+            self._ladder.underrun(now_s)
+        if self._playout.credits > 0:
+            self._wanted.set()
+
+    # ------------------------------------------------------------ time
+
+    async def _watch(self) -> None:
+        reported_s, frames = time.monotonic(), 0
+        while True:
+            await asyncio.sleep(TICK_S)
+            now_s = time.monotonic()
+            self._lifecycle.activity(self._conversation.last_speech_s)
+            self._apply(self._lifecycle.tick(now_s))
+            if self._playout.in_flight and now_s - self._chunk_s > ENGINE_STALLED_S:
+                self._fault(f"the engine sent no chunk for {ENGINE_STALLED_S:g} s")
+            self._show_avatar_state()
+            if now_s - reported_s >= REPORT_S:
+                sent = self._peer.delivery.frames_sent if self._peer else 0
+                self._report((sent - frames if sent >= frames else sent) / (now_s - reported_s))
+                reported_s, frames = now_s, sent
+
+    def _report(self, fps: float) -> None:
+        rtt_s = self._peer.rate.rtt_s if self._peer else None
+        rtt_ms = None if rtt_s is None else round(rtt_s * 1000, 1)
+        self._counters.gauge("playout_depth", self._playout.depth)
+        self._counters.gauge("video_fps", fps)
+        self._counters.gauge("rtt_ms", rtt_ms)
+        self._counters.gauge("engine_load", self._ladder.load)
+        self._counters.gauge("video_kbps", self._peer.rate.kbps if self._peer else None)
+        held_ms = self._playout.held_slots * 1000 / self._clock.fps
+        self._counters.count("held_ms_total", held_ms - self._reported_held_ms)
+        self._reported_held_ms = held_ms
+        if self._peer is not None:
+            self._count_delivery(self._peer.delivery)
+        self._events.emit(
+            "metrics",
+            {
+                "fps": round(fps, 1),
+                "buffer": round(self._playout.depth, 2),
+                "late": self._playout.underruns,
+                "held_ms": round(held_ms),
+                "passes": self._ladder.passes,
+                "rtt_ms": rtt_ms,
+            },
+        )
+
+    def _count_delivery(self, delivery: Delivery) -> None:
+        sent, skipped = delivery.take_counts()
+        self._counters.count("frames_sent_total", sent)
+        self._counters.count("frames_skipped_total", skipped)
+
+    def _show_avatar_state(self) -> None:
+        state = "degraded" if self._ladder.degraded else "normal"
+        if self._playout.held_s > FROZEN_FACE_S:
+            state = "stalled"
+        if state != self._avatar_state:
+            self._avatar_state = state
+            self._events.emit("server-message", {"kind": "avatar-state", "state": state})
+
+    def _apply(self, verdicts: list[Verdict]) -> None:
+        for verdict in verdicts:
+            match verdict:
+                case Changed(state, reason):
+                    self._links.on_state(state, reason)
+                case EndingSoon(reason, in_ms):
+                    self.announce_end(reason, in_ms)
+                case Over(reason):
+                    if not self._over:
+                        self._over = True
+                        self._links.on_over(reason)
+
+    def _fault(self, reason: str) -> None:
+        if not self._over:
+            self._over = True
+            self._links.on_fault(reason)
+
+    # ------------------------------------------------------------ the end
+
+    def announce_end(self, reason: str, in_ms: float) -> None:
+        data = {"kind": "session-ending", "reason": reason, "in_ms": round(in_ms)}
+        self._events.emit("server-message", data)
+
+    async def close(self) -> None:
+        """Everything that this session opened is closed when this returns."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        async with self._offers:
+            await self._drop_peer("the session ends")
+        await asyncio.gather(*self._peer_closing, return_exceptions=True)
