@@ -1,0 +1,117 @@
+"""The configuration: the files say what the code says, and every mistake names its field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from characters_serve.config import Config, ConfigError, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def keys_of(tree: dict[str, Any], prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for key, value in tree.items():
+        found |= keys_of(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+    return found
+
+
+def test_tiny_is_the_defaults_written_out() -> None:
+    assert load_config([CONFIGS / "tiny.yaml"]) == Config()
+    written = yaml.safe_load((CONFIGS / "tiny.yaml").read_text())
+    assert keys_of(written) == keys_of(Config().model_dump())
+
+
+def test_plain_turns_every_optimisation_off() -> None:
+    plain = load_config([CONFIGS / "tiny.yaml", CONFIGS / "plain.yaml"])
+    assert not any(plain.optimizations.model_dump().values())
+    written = yaml.safe_load((CONFIGS / "plain.yaml").read_text())
+    assert keys_of(written) == keys_of({"optimizations": Config().optimizations.model_dump()})
+    assert plain.model == Config().model
+
+
+def test_the_57b_geometry_has_the_published_numbers() -> None:
+    model = load_config([CONFIGS / "characters-57b.yaml"]).model
+    assert (model.grid_rows, model.grid_columns) == (22, 34)
+    assert model.video_tokens == 748 and model.tokens_per_chunk == 757
+    assert (model.reference_rows, model.reference_columns) == (11, 17)
+    assert model.prefix_slots == 489 and model.cache_slots == 5788
+    assert model.all_reduces_per_step == 240
+    assert model.num_blocks * model.num_caches == 240
+    assert model.chunk_period_s == pytest.approx(0.16667, abs=1e-4)
+    assert model.voice_samples_per_chunk == 8000
+    assert model.weights == "synthetic"
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_every_shipped_file_is_valid_and_survives_a_round_trip(name: str) -> None:
+    config = load_config([CONFIGS / name])
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_later_files_and_overrides_win() -> None:
+    config = load_config(
+        [CONFIGS / "tiny.yaml", CONFIGS / "plain.yaml"],
+        ["server.port=9000", "optimizations.write_time_rope=true", "model.name=mine"],
+    )
+    assert config.server.port == 9000 and config.model.name == "mine"
+    assert config.optimizations.write_time_rope and not config.optimizations.ring_cache
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("server.prot=1", "server.prot"),
+        ("sever.port=1", "sever"),
+        ("server.port=70000", "server.port"),
+        ("server.port=eighty", "server.port"),
+        ("server=1", "server"),
+        ("model.width=0", "model.width"),
+        ("model.width=390", "width must be a multiple"),
+        ("model.height=250", "height must be a multiple"),
+        ("model.rope_split=[24,20,21]", "rope_split"),
+        ("model.rope_split=[24,20,22]", "rope_split"),
+        ("model.audio.hop=333", "audio.hop"),
+        ("model.fps=7", "audio.hop"),
+        ("model.noise_levels=[0.5,1.0]", "noise_levels"),
+        ("model.noise_levels=[1.0,0.0]", "noise_levels"),
+        ("model.noise_levels=[]", "noise_levels"),
+        ("model.prompt_slots=4", "prompt_slots and prompt_dim"),
+        ("model.cache_policy=none", "model.cache_policy"),
+        ("optimizations.write_time_rope=false", "ring_cache needs write_time_rope"),
+        ("engine.degraded_passes=5", "engine.degraded_passes"),
+        ("engine.device=tpu", "engine.device"),
+        ("delivery.video_min_kbps=2000", "video_min_kbps"),
+        ("delivery.playout_chunks=5", "delivery.playout_chunks"),
+        ("session.max_duration_s=-1", "session.max_duration_s"),
+        ("fleet.groups=0", "fleet.groups"),
+        ("server.allowed_origins=everyone", "server.allowed_origins"),
+        ("server.port", "expected a.b=value"),
+        ("=1", "expected a.b=value"),
+        ("server.port=[", "--set server.port=["),
+    ],
+)
+def test_a_mistake_names_its_field(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=[override])
+    assert says in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        load_config([tmp_path / "nowhere.yaml"])
+    broken = tmp_path / "broken.yaml"
+    for text in ("a: [", "- a list", "just words"):
+        broken.write_text(text)
+        with pytest.raises(ConfigError, match=r"broken\.yaml"):
+            load_config([broken])
+
+
+def test_a_config_cannot_be_edited() -> None:
+    config = Config()
+    with pytest.raises(ValueError, match="frozen"):
+        config.server.port = 1  # type: ignore[misc]
