@@ -632,8 +632,8 @@ def _ears(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> Colour:
     lean_x = ex + 0.10 + 0.18 * ey
     long_outer = _ellipse(lean_x, ey + 0.17, 0.098 * size, 0.33 * size)
     long_inner = _ellipse(lean_x, ey + 0.15, 0.052 * size, 0.25 * size)
-    hang = ax - face_width * 1.02 + 0.16 * (y + 0.15)
-    floppy = _ellipse(hang, y + 0.06, 0.115 * size, 0.31 * size)
+    hang = ax - face_width * 0.99 - 0.14 * (y + 0.10)
+    floppy = _ellipse(hang, y + 0.02, 0.115 * size, 0.31 * size)
     outer, inner = round_outer, round_inner
     for name, shape, hole in (
         ("cat", point_outer, point_inner),
