@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,8 @@ def run_child(
         level=logging.INFO,
         format=f"%(asctime)s %(levelname)s {group_dir.name}/{name} %(name)s: %(message)s",
     )
+    # Ctrl-C in a terminal reaches every process at once; the parent says when its children leave.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = ControlLink(group_dir, name)
     link.channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
     try:

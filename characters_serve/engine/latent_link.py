@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +18,18 @@ from characters_serve.config import ModelConfig
 from characters_serve.messages import LatentChunk, StepInput
 
 
+class LatentSink(Protocol):
+    """Where a rank's latents go: to the decoder's process, or to a decoder on the rank itself."""
+
+    def start(self, image_rgb: bytes) -> None: ...
+
+    def send(self, step: StepInput, latent: Tensor, started_s: float) -> None: ...
+
+    def reset(self) -> None: ...
+
+
 class LatentSender:
-    """The rank's end."""
+    """The rank's end. The decoder's process hears of characters from the host itself."""
 
     def __init__(self, group_dir: Path) -> None:
         self._channel = BlockingChannel(endpoint(group_dir, "latents"), "push", bind=False)
@@ -29,6 +40,12 @@ class LatentSender:
         data = latent.cpu().contiguous().numpy().tobytes()
         step_ms = (time.perf_counter() - started_s) * 1000
         self._channel.send(LatentChunk(step, data, step.passes, step_ms))
+
+    def start(self, image_rgb: bytes) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
 
 
 class LatentReceiver:

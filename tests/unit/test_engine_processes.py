@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from characters_serve.channels import Channel, endpoint
-from characters_serve.config import Config, EngineConfig
+from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.pattern import luma_of, read_counter
 from characters_serve.engine.step_input import window_samples
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
     EndCharacter,
+    Failed,
+    LatentChunk,
     Message,
     Ping,
     StartCharacter,
@@ -28,6 +30,7 @@ from characters_serve.messages import (
 from characters_serve.processes import ChildFailed, ChildProcess
 
 PATTERN = Config(engine=EngineConfig(kind="pattern"))
+DIFFUSION = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
 ANSWER_S = 30.0
 
 
@@ -71,23 +74,34 @@ class Group:
             answer = await asyncio.wait_for(self.said.get(), ANSWER_S)
             assert answer == CharacterEnded(session_id, child.name)
 
-    async def send_step(self, session_id: str, chunk_index: int, passes: int = 4) -> None:
+    def step(self, session_id: str, chunk_index: int, passes: int = 4) -> StepInput:
         model = self.model
         window = np.random.default_rng(chunk_index).normal(0, 3000, window_samples(model))
-        await self.steps.send(
-            StepInput(
-                session_id=session_id,
-                epoch=1,
-                chunk_index=chunk_index,
-                audio_window=window.astype("<i2").tobytes(),
-                voice_48k=bytes(2 * model.voice_samples_per_chunk),
-                controls=bytes(4 * model.frames_per_chunk * model.num_controls),
-                utterance_id=5,
-                utterance_offset_ms=20.0,
-                last=False,
-                passes=passes,
-            )
+        return StepInput(
+            session_id=session_id,
+            epoch=1,
+            chunk_index=chunk_index,
+            audio_window=window.astype("<i2").tobytes(),
+            voice_48k=bytes(2 * model.voice_samples_per_chunk),
+            controls=bytes(4 * model.frames_per_chunk * model.num_controls),
+            utterance_id=5,
+            utterance_offset_ms=20.0,
+            last=False,
+            passes=passes,
         )
+
+    async def send_step(self, session_id: str, chunk_index: int, passes: int = 4) -> None:
+        await self.steps.send(self.step(session_id, chunk_index, passes))
+
+    async def film(self, session_id: str, seed: int) -> list[bytes]:
+        """All frames of a short session, the cache's window wrapped once."""
+        await self.start_character(session_id, seed)
+        frames: list[bytes] = []
+        for index in range(self.model.window_chunks + 1):
+            await self.send_step(session_id, index)
+            frames += (await self.next_chunk()).frames_i420
+        await self.end_character(session_id)
+        return frames
 
     async def next_chunk(self) -> VideoChunk:
         chunk = await asyncio.wait_for(self.chunks.recv(), ANSWER_S)
@@ -181,6 +195,18 @@ async def test_shutdown_is_acknowledged_and_leaves_nothing_running(open_group: O
     assert group.exits.empty()
 
 
+async def test_a_terminals_interrupt_is_left_to_the_parent(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    await group.start("pattern", "pattern")
+    pid = group.children["pattern"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    await group.start_character("one")
+    await group.send_step("one", 0)
+    assert (await group.next_chunk()).chunk_index == 0
+    assert group.exits.empty()
+
+
 async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
     group = open_group(PATTERN)
     child = ChildProcess(
@@ -207,3 +233,93 @@ async def test_an_unusable_configuration_is_failed_with_its_reason(open_group: O
     (group.folder / "config.json").write_text('{"model": {"width": 385}}')
     with pytest.raises(ChildFailed, match="width must be a multiple"):
         await group.start("pattern", "pattern")
+
+
+async def test_a_step_crosses_rank_and_decoder(open_group: OpenGroup) -> None:
+    group = open_group(DIFFUSION)
+    decoder = await group.start("decoder", "decoder")
+    rank = await group.start("rank0", "rank", "--rank", "0")
+    assert rank["device"] == decoder["device"] == "cpu"
+    assert rank["threads"] == decoder["threads"] == "1"
+    assert float(rank["warm_step_ms"]) > 0
+    assert int(rank["params"]) > 1_000_000
+
+    await group.start_character("one")
+    await group.send_step("one", 7, passes=2)
+    chunk = await group.next_chunk()
+    model = group.model
+    assert (chunk.session_id, chunk.epoch, chunk.chunk_index) == ("one", 1, 7)
+    assert (chunk.utterance_id, chunk.utterance_offset_ms, chunk.passes) == (5, 20.0, 2)
+    assert [len(frame) for frame in chunk.frames_i420] == [model.width * model.height * 3 // 2] * 4
+    assert len(chunk.voice_48k) == 2 * model.voice_samples_per_chunk
+    assert chunk.step_ms > 0
+    assert chunk.decode_ms > 0
+
+
+async def test_a_session_leaves_nothing_to_the_next(open_group: OpenGroup) -> None:
+    group = open_group(DIFFUSION)
+    await group.start("decoder", "decoder")
+    await group.start("rank0", "rank", "--rank", "0")
+    first = await group.film("one", seed=3)
+    other = await group.film("two", seed=4)
+    again = await group.film("three", seed=3)
+    assert first == again
+    assert first != other
+
+
+async def test_decoding_on_the_rank_draws_the_same_frames(open_group: OpenGroup) -> None:
+    apart = open_group(DIFFUSION)
+    await apart.start("decoder", "decoder")
+    await apart.start("rank0", "rank", "--rank", "0")
+    together = open_group(
+        DIFFUSION.model_copy(update={"optimizations": Optimizations(dedicated_decoder=False)})
+    )
+    await together.start("rank0", "rank", "--rank", "0")
+    assert await apart.film("one", seed=3) == await together.film("one", seed=3)
+
+
+async def test_rank_and_decoder_drop_what_is_not_of_their_session(open_group: OpenGroup) -> None:
+    group = open_group(DIFFUSION)
+    await group.start("decoder", "decoder")
+    await group.start("rank0", "rank", "--rank", "0")
+    await group.send_step("early", 0)
+    await group.start_character("one")
+    await group.send_step("other", 1)
+    latents = Channel(endpoint(group.folder, "latents"), "push", bind=False)
+    latent = bytes(4 * group.model.video_tokens * group.model.token_channels)
+    await latents.send(LatentChunk(group.step("zombie", 2), latent, 4, 1.0))
+    await group.send_step("one", 3)
+    chunk = await group.next_chunk()
+    latents.close()
+    assert (chunk.session_id, chunk.chunk_index) == ("one", 3)
+
+
+async def test_a_decoder_that_dies_is_reported_and_its_rank_still_stops(
+    open_group: OpenGroup,
+) -> None:
+    group = open_group(DIFFUSION)
+    await group.start("decoder", "decoder")
+    await group.start("rank0", "rank", "--rank", "0")
+    await group.start_character("one")
+    pid = group.children["decoder"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert await asyncio.wait_for(group.exits.get(), 5) == "decoder exited with code -9"
+    for index in range(3):
+        await group.send_step("one", index)
+    started_s = asyncio.get_running_loop().time()
+    await group.children["rank0"].stop("its decoder died", timeout_s=10)
+    # The latents that nobody will read must not hold up the rank's exit.
+    assert asyncio.get_running_loop().time() - started_s < 5
+    assert group.exits.empty()
+
+
+async def test_a_malformed_step_fails_the_rank_and_names_the_field(open_group: OpenGroup) -> None:
+    group = open_group(DIFFUSION)
+    await group.start("rank0", "rank", "--rank", "0")
+    await group.start_character("one")
+    await group.send_step("one", 0, passes=9)
+    failed = await asyncio.wait_for(group.said.get(), ANSWER_S)
+    assert isinstance(failed, Failed)
+    assert "passes: 9" in failed.reason
+    assert await asyncio.wait_for(group.exits.get(), 5) == "rank0 exited with code 1"

@@ -1,0 +1,173 @@
+"""In: LatentChunk, and the reference image. Out: VideoChunk with I420 frames.
+
+Knows nothing of how latents are made. `ChunkDecoder` is the whole computation, for this process
+and for rendering offline.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from characters_serve.channels import BlockingChannel, Inbox, endpoint
+from characters_serve.config import Config, ModelConfig
+from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.device import choose_device
+from characters_serve.engine.i420 import rgb_to_i420
+from characters_serve.engine.latent_link import LatentReceiver
+from characters_serve.engine.reference_image import image_tensor
+from characters_serve.messages import (
+    CharacterEnded,
+    CharacterReady,
+    EndCharacter,
+    LatentChunk,
+    StartCharacter,
+    StepInput,
+    VideoChunk,
+)
+from characters_serve.model.decoders.reference_warp import DecoderState
+from characters_serve.model.weights import load_decoder
+from characters_serve.processes import ControlLink
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_CHUNKS = 4
+
+
+class ChunkDecoder:
+    """Latents of one character into I420 frames, chunk after chunk."""
+
+    def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self._device = device
+        self._decoder = load_decoder(model, device=device, dtype=dtype)
+        self._state: DecoderState | None = None
+
+    def start(self, image_rgb: bytes) -> None:
+        """Encodes the reference and forgets the character before."""
+        with torch.inference_mode():
+            self._state = self._decoder.start(image_tensor(image_rgb, self._model, self._device))
+
+    def decode(self, latent: Tensor) -> list[bytes]:
+        """latent: (video_tokens, token_channels) -> frames_per_chunk I420 frames."""
+        if self._state is None:
+            raise RuntimeError("decode before start: there is no reference")
+        with torch.inference_mode():
+            frames, self._state = self._decoder.decode(latent, self._state)
+            planes = rgb_to_i420(frames).cpu().numpy()
+        return [plane.tobytes() for plane in planes]
+
+    def reset(self) -> None:
+        self._state = None
+
+    def warm_up(self) -> float:
+        """Decodes an invented character; returns a warm chunk's milliseconds."""
+        model = self._model
+        self.start(bytes(model.height * model.width * 3))
+        latent = torch.zeros(model.video_tokens, model.token_channels, device=self._device)
+        for _ in range(_WARM_UP_CHUNKS):
+            started_s = time.perf_counter()
+            self.decode(latent)
+        self.reset()
+        return (time.perf_counter() - started_s) * 1000
+
+
+class InRankDecoder:
+    """Stands where the latent link does: decodes on the rank, after the step (the plain path)."""
+
+    def __init__(
+        self, model: ModelConfig, group_dir: Path, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._decoder = ChunkDecoder(model, device, dtype)
+        self._decoder.warm_up()
+        self._chunks = BlockingChannel(endpoint(group_dir, "chunks"), "push", bind=False)
+
+    def start(self, image_rgb: bytes) -> None:
+        self._decoder.start(image_rgb)
+
+    def send(self, step: StepInput, latent: Tensor, started_s: float) -> None:
+        if latent.is_cuda:
+            torch.cuda.synchronize(latent.device)
+        decoding_s = time.perf_counter()
+        frames = self._decoder.decode(latent)
+        decode_ms = (time.perf_counter() - decoding_s) * 1000
+        step_ms = (decoding_s - started_s) * 1000
+        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms))
+
+    def reset(self) -> None:
+        self._decoder.reset()
+
+
+def video_chunk(
+    step: StepInput, frames_i420: list[bytes], passes: int, step_ms: float, decode_ms: float
+) -> VideoChunk:
+    return VideoChunk(
+        session_id=step.session_id,
+        epoch=step.epoch,
+        chunk_index=step.chunk_index,
+        frames_i420=frames_i420,
+        voice_48k=step.voice_48k,
+        utterance_id=step.utterance_id,
+        utterance_offset_ms=step.utterance_offset_ms,
+        last=step.last,
+        passes=passes,
+        step_ms=step_ms,
+        decode_ms=decode_ms,
+    )
+
+
+def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
+    torch.set_num_threads(config.engine.decoder_threads)
+    device, dtype = choose_device(config.engine)
+    decoder = ChunkDecoder(config.model, device, dtype)
+    warm_ms = decoder.warm_up()
+    latents = LatentReceiver(group_dir, config.model, device)
+    chunks = BlockingChannel(endpoint(group_dir, "chunks"), "push", bind=False)
+    session_id: str | None = None
+    dropped = 0
+    link.ready(
+        {
+            "device": str(device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": str(torch.get_num_threads()),
+            "warm_chunk_ms": f"{warm_ms:.1f}",
+        }
+    )
+    inbox = Inbox(link.channel, latents.channel)
+    for message in inbox.messages(timeout_s=1.0):
+        match message:
+            case LatentChunk() if message.step.session_id == session_id:
+                started_s = time.perf_counter()
+                frames = decoder.decode(latents.latent(message))
+                decode_ms = (time.perf_counter() - started_s) * 1000
+                chunks.send(
+                    video_chunk(message.step, frames, message.passes, message.step_ms, decode_ms)
+                )
+            case LatentChunk():
+                dropped += 1
+            case StartCharacter():
+                started_s = time.perf_counter()
+                decoder.start(message.image_rgb)
+                session_id = message.session_id
+                elapsed_ms = (time.perf_counter() - started_s) * 1000
+                link.channel.send(CharacterReady(session_id, link.name, elapsed_ms))
+            case EndCharacter():
+                decoder.reset()
+                session_id = None
+                link.channel.send(CharacterEnded(message.session_id, link.name))
+                log.info("character ended; %d latents of other sessions dropped", dropped)
+            case _ if link.answer(message):
+                break
+
+
+def main() -> int:
+    options = arguments("The decoder process of one group.").parse_args()
+    return run_child("decoder", options.group_dir, serve)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

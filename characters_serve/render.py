@@ -1,0 +1,133 @@
+"""In: one image and one recording of speech. Out: an MP4 of the character saying it.
+
+The session's own chunker, model and decoder, without a clock: what it draws is what a live session
+with the same seed and the same speech draws. Runs as fast as the machine allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Final
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from characters_serve.config import Config, ModelConfig
+from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.denoiser import Denoiser
+from characters_serve.engine.device import choose_device
+from characters_serve.engine.reference_image import image_tensor
+from characters_serve.engine.step_input import PackedStep
+from characters_serve.gateway.images import load_reference
+from characters_serve.messages import AgentAudio
+from characters_serve.model.weights import load_generator
+from characters_serve.session.chunker import VOICE_RATE, Chunker
+
+_SESSION: Final = "render"
+_CRF: Final = "18"
+_BT601: Final = av.video.reformatter.Colorspace.SMPTE170M
+_LIMITED: Final = av.video.reformatter.ColorRange.MPEG
+
+
+class RenderError(ValueError):
+    """Input that cannot be rendered; the message names the file and what is wrong with it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--image", type=Path, required=True, help="PNG, JPEG or WebP of the face")
+    parser.add_argument("--audio", type=Path, required=True, help="any file with speech in it")
+    parser.add_argument("--out", type=Path, required=True, help="the MP4 to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
+
+
+def run_render(
+    config: Config, image_path: Path, audio_path: Path, out_path: Path, seed: int
+) -> None:
+    model = config.model
+    try:
+        image_rgb = load_reference(image_path.read_bytes(), model.width, model.height)
+    except (OSError, ValueError) as error:
+        raise RenderError(f"image {image_path}: {error}") from error
+    speech = read_speech(audio_path, model.audio.sample_rate)
+
+    device, dtype = choose_device(config.engine)
+    generator = load_generator(model, device=device, dtype=dtype)
+    denoiser = Denoiser(generator, model, config.optimizations)
+    denoiser.start(image_tensor(image_rgb, model, device), seed)
+    decoder = ChunkDecoder(model, device, dtype)
+    decoder.start(image_rgb)
+    packed = PackedStep(model, device)
+    chunker = Chunker(model, _SESSION, seed)
+    chunker.add(AgentAudio(_SESSION, 1, model.audio.sample_rate, speech.tobytes(), "", last=True))
+
+    num_chunks = -(-len(speech) // model.audio_samples_per_chunk)
+    passes = len(model.noise_levels)
+    # A render that breaks off must not leave a file that looks like a finished one.
+    unfinished = out_path.with_name(f".{out_path.stem}.unfinished.mp4")
+    try:
+        with _Mp4(unfinished, model) as film:
+            for _ in tqdm(range(num_chunks), desc=out_path.name, unit="chunk"):
+                step = chunker.next(passes=passes, listening_energy=0.0)
+                packed.fill(step)
+                latent = denoiser.step(packed.audio_window, packed.controls, packed.passes)
+                film.add(decoder.decode(latent), step.voice_48k)
+        unfinished.replace(out_path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_speech(path: Path, sample_rate: int) -> NDArray[np.int16]:
+    """Any file's first audio stream, mono, at the model's rate."""
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=sample_rate)
+    pieces: list[NDArray[np.int16]] = []
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.audio:
+                raise RenderError(f"audio {path}: there is no sound in it")
+            for frame in [*container.decode(audio=0), None]:
+                pieces += [part.to_ndarray()[0] for part in resampler.resample(frame)]
+    except (OSError, av.FFmpegError) as error:
+        raise RenderError(f"audio {path}: {error}") from error
+    speech = np.concatenate(pieces) if pieces else np.zeros(0, np.int16)
+    if not speech.size:
+        raise RenderError(f"audio {path}: it is empty")
+    return speech
+
+
+class _Mp4:
+    """H.264 and AAC, written chunk by chunk."""
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        self._shape = (model.height * 3 // 2, model.width)
+        self._container = av.open(str(path), "w", options={"movflags": "faststart"})
+        self._video = self._container.add_stream("libx264", rate=model.fps)
+        self._video.width, self._video.height = model.width, model.height
+        self._video.pix_fmt = "yuv420p"
+        self._video.options = {"crf": _CRF}
+        context = self._video.codec_context
+        context.colorspace, context.color_range = _BT601, _LIMITED
+        self._audio = self._container.add_stream("aac", rate=VOICE_RATE, layout="mono")
+        self._samples = 0
+
+    def add(self, frames_i420: list[bytes], voice_48k: bytes) -> None:
+        for data in frames_i420:
+            picture = np.frombuffer(data, np.uint8).reshape(self._shape)
+            frame = av.VideoFrame.from_ndarray(picture, format="yuv420p")
+            self._container.mux(self._video.encode(frame))
+        samples = np.frombuffer(voice_48k, np.int16)
+        sound = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        sound.sample_rate, sound.pts = VOICE_RATE, self._samples
+        self._samples += len(samples)
+        self._container.mux(self._audio.encode(sound))
+
+    def __enter__(self) -> _Mp4:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._container.mux(self._video.encode(None))
+            self._container.mux(self._audio.encode(None))
+        self._container.close()

@@ -1,0 +1,23 @@
+"""The step benchmark measures the real model and says what it measured."""
+
+from __future__ import annotations
+
+import torch
+
+from characters_serve.bench.step import measure
+from characters_serve.config import Config, EngineConfig, ModelConfig
+
+
+def test_result_names_its_numbers_and_their_origin() -> None:
+    threads = torch.get_num_threads()
+    config = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
+    try:
+        result = measure(config, num_steps=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(result["passes"]) == {"4", "2"}
+    full, degraded = result["passes"]["4"], result["passes"]["2"]
+    assert full["sum_ms_median"] > full["chunk_ms_median"] > degraded["chunk_ms_median"] > 0
+    assert full["decode_ms_median"] > 0
+    for origin in ("device", "torch", "command", "commit", "date", "rank_threads", "weights"):
+        assert result[origin]
