@@ -1,0 +1,182 @@
+"""In: the command line. Out: a running server, a rendered film, or a report on this machine.
+
+Heavy modules are imported by the command that needs them, so that a mistake is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from characters_serve.config import Config, ConfigError, load_config
+
+log = logging.getLogger(__name__)
+
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+SHUTDOWN_REQUESTS_S = 5
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        config = load_config(options.config, options.set)
+        command: Callable[[Config, argparse.Namespace], int] = options.command
+        return command(config, options)
+    except ConfigError as error:
+        return _fail(explain(error), EXIT_CONFIG)
+    except KeyboardInterrupt:
+        return 130
+
+
+def explain(error: ConfigError) -> str:
+    """One line for each mistake: where it is, and what is wrong with it."""
+    cause = error.__cause__
+    if not isinstance(cause, ValidationError):
+        return str(error)
+    lines = []
+    for mistake in cause.errors(include_url=False, include_context=False):
+        field = ".".join(str(part) for part in mistake["loc"])
+        message = mistake["msg"].removeprefix("Value error, ")
+        if mistake["type"] == "extra_forbidden":
+            message = "there is no such setting"
+        lines.append(f"{field}: {message}" if field else message)
+    return "; ".join(lines)
+
+
+def serve(config: Config, _options: argparse.Namespace) -> int:
+    import uvicorn
+
+    from characters_serve.gateway.app import create_app
+
+    server_config = config.server
+    try:
+        listener = _listen(server_config.host, server_config.port)
+    except OSError as error:
+        return _fail(
+            f"server.port: cannot listen on {server_config.host}:{server_config.port}: "
+            f"{error.strerror or error}; choose another with --set server.port=...",
+            EXIT_CONFIG,
+        )
+    url = _url(server_config.host, listener.getsockname()[1])
+    announced: list[str] = []
+
+    def on_ready(_details: dict[str, str]) -> None:
+        if not announced:
+            announced.append(url)
+            print(f"\nOpen {url}\n", flush=True)
+
+    app = create_app(config, on_ready=on_ready)
+    if not _is_local(server_config.host):
+        if not os.environ.get(server_config.api_key_env):
+            log.warning(
+                "anyone who reaches %s can start a session; set %s to require a key",
+                url,
+                server_config.api_key_env,
+            )
+        log.info("browsers give a microphone to https and localhost pages only")
+    print(f"Starting {config.model.name}; the page at {url} already loads.", flush=True)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=SHUTDOWN_REQUESTS_S,
+        )
+    )
+    server.run(sockets=[listener])
+    return 0 if server.started else EXIT_FAILED
+
+
+def render(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.render import run_render
+
+    try:
+        run_render(config, options.image, options.audio, options.out, options.seed)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    print(options.out)
+    return 0
+
+
+def doctor(config: Config, _options: argparse.Namespace) -> int:
+    from characters_serve.doctor import examine
+
+    findings = examine(config)
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        mark = "  " if finding.good else "! "
+        print(f"{mark}{finding.subject:<{width}}  {finding.words}")
+    return 0 if all(finding.good for finding in findings) else EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--config",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="a YAML file; later files win. Without one: the embedded character",
+    )
+    common.add_argument(
+        "--set", action="append", metavar="A.B=VALUE", help="one setting, over the files"
+    )
+    common.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info"
+    )
+    parser = argparse.ArgumentParser(
+        prog="characters", description="A real-time server for talking characters."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("serve", parents=[common], help="run the server and its page")
+    command.set_defaults(command=serve)
+
+    command = commands.add_parser("render", parents=[common], help="one image and speech to an MP4")
+    command.add_argument("--image", type=Path, required=True, help="PNG, JPEG or WebP of the face")
+    command.add_argument("--audio", type=Path, required=True, help="any file with speech in it")
+    command.add_argument("--out", type=Path, required=True, help="the MP4 to write")
+    command.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
+    command.set_defaults(command=render)
+
+    command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
+    command.set_defaults(command=doctor)
+    return parser
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=2048)
+
+
+def _url(host: str, port: int) -> str:
+    """An address that can be opened on this machine."""
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"characters: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

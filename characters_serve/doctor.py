@@ -1,0 +1,214 @@
+"""In: the configuration and this machine. Out: what will run, in plain words. Changes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from characters_serve.config import AgentConfig, Config, ServerConfig
+
+# The embedded character and its session take about 1.2 GB.
+_ENOUGH_MEMORY = 2 * 1024**3
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16")
+# CUdevice_attribute of cuda.h
+_MULTICAST_SUPPORTED = 132
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    subject: str
+    words: str
+    good: bool = True
+
+
+def examine(config: Config) -> list[Finding]:
+    return [
+        Finding("python", f"{platform.python_version()} on {platform.platform(terse=True)}"),
+        Finding("torch", _torch()),
+        _cpu(config),
+        _memory(),
+        *_gpus(),
+        Finding("FlashAttention-3", _flash_attention()),
+        Finding("NVLink multicast", _multicast()),
+        Finding("browser for tests", _which("chromium", "chromium-browser", "google-chrome")),
+        Finding("voice for training", _espeak()),
+        _listener(config.agent),
+        _replies(config.agent),
+        _port(config.server),
+        _sessions_key(config.server),
+        _weights(config),
+        _verdict(config),
+    ]
+
+
+def _torch() -> str:
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPUs only"
+    return f"{torch.__version__}, built {built}"
+
+
+def _cpu(config: Config) -> Finding:
+    threads = len(os.sched_getaffinity(0))
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+    except OSError:
+        pass
+    features = [feature for feature in _CPU_FEATURES if feature in flags]
+    words = f"{threads} threads; {', '.join(features) or 'no vector features known'}"
+    enough = threads >= 2 or config.engine.kind == "pattern" or torch.cuda.is_available()
+    return Finding("cpu", words if enough else f"{words}; live video needs two", enough)
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        if limit != "max":
+            free = min(free, int(limit) - used)
+    except OSError:
+        pass
+    return Finding("memory", f"{free / 1024**3:.1f} GiB free", free >= _ENOUGH_MEMORY)
+
+
+def _gpus() -> list[Finding]:
+    if not torch.cuda.is_available():
+        return [Finding("gpu", "none; the embedded character needs none")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 1024**3:.0f} GiB"
+        found.append(Finding(f"gpu {index}", f"{properties.name}, {memory}"))
+    return found
+
+
+def _flash_attention() -> str:
+    for module, package in (
+        ("fa3_fwd_interface", "fa3-fwd"),
+        ("flash_attn_interface", "flash-attn-3"),
+    ):
+        if importlib.util.find_spec(module) is not None:
+            try:
+                return f"installed ({package} {importlib.metadata.version(package)})"
+            except importlib.metadata.PackageNotFoundError:
+                return f"installed ({module})"
+    return "not installed; needed on Hopper GPUs only"
+
+
+def _multicast() -> str:
+    """Only reported: nothing here turns it on."""
+    if not torch.cuda.is_available():
+        return "not checked: no GPU"
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "not checked: no CUDA driver library"
+    supported = []
+    for index in range(torch.cuda.device_count()):
+        device, value = ctypes.c_int(), ctypes.c_int()
+        failed = driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetAttribute(
+            ctypes.byref(value), _MULTICAST_SUPPORTED, device
+        )
+        if failed:
+            return "not checked: the driver gave no answer"
+        supported.append(bool(value.value))
+    return "supported by the GPUs" if all(supported) else "not supported"
+
+
+def _which(*names: str) -> str:
+    return next((path for name in names if (path := shutil.which(name))), "not found")
+
+
+def _espeak() -> str:
+    if importlib.util.find_spec("espeakng_loader") is not None:
+        return "espeak-ng (espeakng-loader)"
+    found = _which("espeak-ng", "espeak")
+    return found if found != "not found" else "espeak-ng not found; needed to retrain only"
+
+
+def _listener(agent: AgentConfig) -> Finding:
+    subject = "speech recognition"
+    if agent.kind == "none":
+        return Finding(subject, "off (agent.kind is none)")
+    from characters_serve.agent.ears import WHISPER_MODEL_ENV, find_whisper_model
+
+    missing = ""
+    if importlib.util.find_spec("faster_whisper") is None:
+        missing = "faster-whisper is not installed"
+    elif find_whisper_model(agent.whisper_model, dict(os.environ)) is None:
+        missing = f"there is no model in agent.whisper_model or {WHISPER_MODEL_ENV}"
+    if agent.recogniser == "pocketsphinx":
+        return Finding(subject, "pocketsphinx, as configured")
+    if not missing:
+        return Finding(subject, "whisper")
+    demanded = agent.recogniser == "whisper" or agent.whisper_model is not None
+    return Finding(subject, f"pocketsphinx, because {missing}", not demanded)
+
+
+def _replies(agent: AgentConfig) -> Finding:
+    if agent.chat.base_url is None:
+        return Finding("replies", "the character's script, on this machine")
+    keyed = bool(os.environ.get(agent.chat.api_key_env))
+    key = "with" if keyed else "without"
+    return Finding("replies", f"{agent.chat.model} at {agent.chat.base_url}, {key} a key")
+
+
+def _port(server: ServerConfig) -> Finding:
+    where = f"{server.host}:{server.port}"
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        socket.create_server((server.host, server.port), family=family).close()
+    except OSError as error:
+        return Finding("address", f"{where}: {error.strerror or error}", False)
+    return Finding("address", f"{where} is free")
+
+
+def _sessions_key(server: ServerConfig) -> Finding:
+    if os.environ.get(server.api_key_env):
+        return Finding("server key", f"{server.api_key_env} is set: creating a session needs it")
+    local = server.host in ("localhost", "::1") or server.host.startswith("127.")
+    words = f"{server.api_key_env} is not set: who reaches the address may create sessions"
+    return Finding("server key", words, local)
+
+
+def _weights(config: Config) -> Finding:
+    from characters_serve.model.weights import BUILTIN
+
+    model = config.model
+    if config.engine.kind == "pattern":
+        return Finding("weights", "none needed: the engine draws a test pattern")
+    if model.weights == "synthetic":
+        return Finding("weights", "synthetic: seeded random numbers, for speed work only")
+    folder = BUILTIN if model.weights == "builtin" else Path(model.weights)
+    missing = [name for name in ("dit", "decoder") if not list(folder.glob(f"{name}*.safetensors"))]
+    if missing:
+        return Finding("weights", f"{folder} has no {' and no '.join(missing)} safetensors", False)
+    return Finding("weights", f"{model.weights} ({folder})")
+
+
+def _verdict(config: Config) -> Finding:
+    from characters_serve.engine.device import choose_device
+
+    model = config.model
+    picture = f"{model.width} x {model.height} at {model.fps} fps"
+    if config.engine.kind == "pattern":
+        return Finding("will run", f"test pattern, {picture}")
+    try:
+        device, dtype = choose_device(config.engine)
+    except ValueError as error:
+        return Finding("will run", f"nothing: {error}", False)
+    number = str(dtype).removeprefix("torch.")
+    return Finding("will run", f"{model.name}, {picture}, on {device.type} in {number}")
