@@ -57,7 +57,7 @@ class DegradeLadder:
             self._recovered_s = now_s
 
     def underrun(self, now_s: float) -> None:
-        if self._seen > WARMUP_CHUNKS:
+        if self._seen >= WARMUP_CHUNKS:
             self._trouble(now_s)
 
     def _trouble(self, now_s: float) -> None:

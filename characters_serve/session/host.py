@@ -280,6 +280,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It names addresses of clients.
+    logging.getLogger("aioice").setLevel(logging.WARNING)
     config = Config.model_validate_json((options.group_dir / "config.json").read_text())
     return asyncio.run(_main(config, options.group_dir))
 

@@ -78,9 +78,10 @@ class Lifecycle:
         return []
 
     def activity(self, now_s: float) -> None:
-        """Someone spoke."""
-        self._last_activity_s = now_s
-        self._noticed.discard("idle timeout")
+        """Someone spoke at that time, which may have passed."""
+        if now_s > self._last_activity_s:
+            self._last_activity_s = now_s
+            self._noticed.discard("idle timeout")
 
     def tick(self, now_s: float) -> list[Verdict]:
         limits, waited_s = self._limits, now_s - self._waiting_since_s

@@ -183,7 +183,8 @@ class LiveSession:
         self._events.detach()
         if self._chunker.speaking or self._playout.utterance_id:
             self._conversation.interrupt(now_s)
-        self._apply(self._lifecycle.lost(now_s, reason))
+        if not self._closed:
+            self._apply(self._lifecycle.lost(now_s, reason))
         self._counters.count("client_messages_refused_total", peer.messages_refused)
         self._count_delivery(peer.delivery)
         await peer.close()

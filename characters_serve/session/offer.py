@@ -65,8 +65,7 @@ def _check_section(kind: str, section: Sequence[str], common: Sequence[str]) -> 
     setup = _attribute(attributes, "setup")
     if setup != "actpass":
         raise OfferRefused("a=setup must be actpass: this is an answer, or no offer for WebRTC")
-    fingerprint = _attribute(attributes, "fingerprint")
-    if fingerprint is None or not fingerprint.lower().startswith("sha-256 "):
+    if not any(line.lower().startswith("a=fingerprint:sha-256 ") for line in attributes):
         raise OfferRefused(f"the {kind} section has no sha-256 fingerprint")
     if not _attribute(attributes, "ice-ufrag") or not _attribute(attributes, "ice-pwd"):
         raise OfferRefused(f"the {kind} section has no ICE credentials")

@@ -1,0 +1,323 @@
+"""The playout, with invented clocks: one decision for both tracks, whatever arrives when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from characters_serve.messages import VideoChunk
+from characters_serve.session.playout import CUT_FADE_SAMPLES, Playout, PlayoutEvent
+
+FPS, FRAMES, SLOT, CHUNK = 24, 4, 2000, 8000
+Pcm = NDArray[np.int16]
+
+
+def chunk(
+    index: int,
+    *,
+    epoch: int = 0,
+    utterance_id: int = 0,
+    offset_ms: float = 0.0,
+    last: bool = False,
+    level: int | None = None,
+    speech: int = CHUNK,
+) -> VideoChunk:
+    """Frame f of the stream is named by its number, and sounds at 1000 + f."""
+    first = index * FRAMES
+    voice = np.repeat(1000 + np.arange(first, first + FRAMES), SLOT).astype(np.int16)
+    if level is not None:
+        voice[:] = level
+    voice[speech:] = 0
+    return VideoChunk(
+        session_id="s",
+        epoch=epoch,
+        chunk_index=index,
+        frames_i420=[str(first + frame).encode() for frame in range(FRAMES)],
+        voice_48k=voice.tobytes(),
+        utterance_id=utterance_id,
+        utterance_offset_ms=offset_ms,
+        last=last,
+        passes=4,
+        step_ms=1.0,
+        decode_ms=1.0,
+    )
+
+
+class Rig:
+    """Pulls both tracks as their deadlines come; time is counted in 1 / 600 s (lcm of 24 and 50)."""
+
+    def __init__(self, target: int = 2) -> None:
+        self.playout = Playout(fps=FPS, voice_samples_per_chunk=CHUNK, target_chunks=target)
+        self.now = 0
+        self.pictures: list[str] = []
+        self.packets: list[Pcm] = []
+        self.events: list[PlayoutEvent] = []
+
+    def give(self, message: VideoChunk) -> None:
+        self.playout.step_sent()
+        assert self.playout.push(message)
+
+    def start(self) -> None:
+        assert self.playout.can_start
+        self.playout.start(0)
+
+    def run(self, ticks: int) -> None:
+        for _ in range(ticks):
+            if self.now % 12 == 0:
+                self.packets.append(self.playout.packet(self.now // 12))
+            if self.now % 25 == 0:
+                self.pictures.append(self.playout.picture(self.now // 25).decode())
+            self.now += 1
+            self.events += self.playout.take_events()
+
+    @property
+    def sound(self) -> Pcm:
+        return np.concatenate(self.packets)
+
+    def of(self, kind: str) -> list[PlayoutEvent]:
+        return [event for event in self.events if event.kind == kind]
+
+
+TICKS_PER_CHUNK = 100
+
+
+def test_content_plays_unchanged() -> None:
+    rig = Rig()
+    rig.give(chunk(0))
+    assert not rig.playout.can_start
+    rig.give(chunk(1))
+    rig.start()
+    for index in range(2, 8):
+        rig.give(chunk(index))
+        rig.run(TICKS_PER_CHUNK)
+    assert rig.pictures == [str(frame) for frame in range(24)]
+    expected = np.repeat(1000 + np.arange(24), SLOT)
+    assert np.array_equal(rig.sound[: len(expected)], expected[: len(rig.sound)])
+    assert rig.playout.underruns == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    gaps=st.lists(st.integers(0, 260), min_size=6, max_size=30),
+    target=st.integers(1, 4),
+)
+def test_picture_and_voice_never_part(gaps: list[int], target: int) -> None:
+    rig = Rig(target)
+    for index in range(target):
+        rig.give(chunk(index))
+    rig.start()
+    given_chunks = target
+    for gap in gaps:
+        rig.run(gap)
+        if rig.playout.credits > 0:
+            rig.give(chunk(given_chunks))
+            given_chunks += 1
+    rig.run(TICKS_PER_CHUNK * 5)
+    slots = len(rig.pictures)
+    # Pictures: every frame once, in order; a hold repeats the one before it.
+    shown = [frame for i, frame in enumerate(rig.pictures) if i == 0 or frame != rig.pictures[i - 1]]
+    assert shown == [str(frame) for frame in range(len(shown))]
+    assert len(shown) == given_chunks * FRAMES
+    # Voice: in the middle of each slot, that frame's own samples, or silence in a hold.
+    sound = rig.sound
+    for slot in range(min(slots, len(sound) // SLOT)):
+        held = slot > 0 and rig.pictures[slot] == rig.pictures[slot - 1]
+        middle = int(sound[slot * SLOT + SLOT // 2])
+        assert middle == (0 if held else 1000 + int(rig.pictures[slot]))
+    # No clicks: at most one step of the fade (about 1100 / 240) or of the staircase.
+    assert np.abs(np.diff(sound.astype(np.int32))).max() <= 1 + 1200 // CUT_FADE_SAMPLES + 1
+    assert rig.playout.held_slots == slots - len(shown) + _ahead(rig, slots)
+
+
+def _ahead(rig: Rig, slots: int) -> int:
+    """Holds that were decided for packets but whose picture is not yet due."""
+    return rig.playout._next_slot - slots
+
+
+@settings(max_examples=20, deadline=None)
+@given(delays=st.lists(st.integers(0, 300), min_size=10, max_size=40))
+def test_the_engine_never_runs_ahead_of_its_credits(delays: list[int]) -> None:
+    rig = Rig(2)
+    in_work: list[tuple[int, int]] = []
+    sent = 0
+    for delay in delays:
+        while rig.playout.credits > 0:
+            rig.playout.step_sent()
+            in_work.append((sent, rig.now + delay))
+            sent += 1
+        rig.run(20)
+        while in_work and in_work[0][1] <= rig.now:
+            assert rig.playout.push(chunk(in_work.pop(0)[0]))
+        if rig.playout.can_start:
+            rig.playout.start(rig.now // 25 + 1)
+            rig.now = (rig.now // 300 + 1) * 300
+        assert rig.playout.in_flight + len(rig.playout._buffer) <= rig.playout.target <= 4
+        assert rig.playout.credits >= 0
+
+
+def test_strays_are_refused_and_impossible_chunks_raise() -> None:
+    rig = Rig()
+    assert not rig.playout.push(chunk(0))  # nothing was asked for
+    rig.playout.step_sent()
+    assert not rig.playout.push(chunk(1))
+    assert rig.playout.push(chunk(0))
+    assert not rig.playout.push(chunk(0))
+    assert rig.playout.rejected_chunks == 3
+    rig.playout.step_sent()
+    broken = VideoChunk("s", 0, 1, [b""], b"\0\0", 0, 0.0, False, 4, 1.0, 1.0)
+    with pytest.raises(ValueError, match="chunk 1"):
+        rig.playout.push(broken)
+
+
+def test_utterance_is_reported_once_with_its_spoken_length() -> None:
+    rig = Rig()
+    rig.give(chunk(0))
+    rig.give(chunk(1, utterance_id=1))
+    rig.start()
+    rig.run(TICKS_PER_CHUNK)
+    rig.give(chunk(2, utterance_id=1, offset_ms=1000 / 6, last=True, speech=3000))
+    rig.give(chunk(3))
+    rig.run(4 * TICKS_PER_CHUNK)
+    assert [(event.kind, event.utterance_id) for event in rig.events] == [
+        ("started", 1),
+        ("voiced", 1),
+        ("finished", 1),
+    ]
+    assert rig.events[-1].played_ms == pytest.approx((8000 + 3000) / 48)
+
+
+def test_a_silent_utterance_ends_too() -> None:
+    rig = Rig()
+    rig.give(chunk(0, utterance_id=1, last=True, speech=0))
+    rig.give(chunk(1))
+    rig.start()
+    rig.run(TICKS_PER_CHUNK)
+    assert [event.kind for event in rig.events] == ["started", "finished"]
+    assert rig.events[-1].played_ms == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(at=st.integers(1, 399))
+def test_barge_in_silences_within_30_ms_and_the_picture_goes_on(at: int) -> None:
+    rig = Rig(4)
+    for index in range(4):
+        rig.give(chunk(index, utterance_id=1, offset_ms=index * 1000 / 6, level=9000))
+    rig.start()
+    rig.run(at)
+    rig.playout.interrupt(1, 1)
+    handed_out = len(rig.packets) * 960
+    rig.run(500 - at)
+    assert not rig.sound[handed_out + 480 :].any()
+    steps = np.abs(np.diff(rig.sound[: handed_out + 960].astype(np.int32)))
+    assert steps.max() <= 60  # both fades at once
+    assert rig.pictures[: 4 * FRAMES] == [str(frame) for frame in range(4 * FRAMES)]
+    ends = rig.of("interrupted") + rig.of("finished")
+    assert [event.utterance_id for event in ends] == [1]
+    assert ends[0].played_ms == pytest.approx(min(handed_out / 48, 2000 / 3))
+
+
+def test_after_a_barge_in_the_next_utterance_plays_whole() -> None:
+    rig = Rig(4)
+    for index in range(4):
+        rig.give(chunk(index, utterance_id=1, level=9000))
+    rig.start()
+    rig.run(150)
+    rig.playout.interrupt(1, 2)  # a second utterance was queued but never reached the engine
+    rig.give(chunk(4, epoch=1))
+    rig.run(250)
+    rig.give(chunk(5, epoch=1, utterance_id=3, level=5000))
+    rig.give(chunk(6, epoch=1, utterance_id=3, offset_ms=1000 / 6, level=5000, last=True))
+    rig.give(chunk(7, epoch=1, level=0))
+    rig.run(400)
+    assert int((rig.sound == 5000).sum()) == 2 * CHUNK
+    assert [(e.kind, e.utterance_id) for e in rig.events] == [
+        ("started", 1),
+        ("voiced", 1),
+        ("interrupted", 1),
+        ("interrupted", 2),
+        ("started", 3),
+        ("voiced", 3),
+        ("finished", 3),
+    ]
+    assert rig.events[3].played_ms == 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(moments=st.lists(st.integers(5, 60), min_size=5, max_size=30))
+def test_thirty_barge_ins_in_a_row_report_each_utterance_once(moments: list[int]) -> None:
+    rig = Rig(2)
+    epoch, utterance_id, index = 0, 1, 0
+    for moment in moments:
+        while rig.playout.credits > 0:
+            rig.give(chunk(index, epoch=epoch, utterance_id=utterance_id, level=9000))
+            index += 1
+        if rig.playout.can_start:
+            rig.start()
+        rig.run(moment)
+        epoch += 1
+        rig.playout.interrupt(epoch, utterance_id)
+        utterance_id += 1
+    rig.run(300)
+    ended = [e.utterance_id for e in rig.events if e.kind in ("finished", "interrupted")]
+    assert ended == list(range(1, utterance_id))
+    started = [e.utterance_id for e in rig.of("started")]
+    assert started == sorted(set(started))
+
+
+def test_target_rises_after_two_underruns_and_falls_when_calm() -> None:
+    rig = Rig(1)
+    rig.give(chunk(0))
+    rig.start()
+    index = 1
+    for _ in range(2):
+        rig.run(150)
+        rig.give(chunk(index))
+        index += 1
+        rig.run(TICKS_PER_CHUNK)
+    assert rig.playout.underruns >= 2 and rig.playout.target == 2
+    underruns = rig.playout.underruns
+    for _ in range(7 * 62):
+        while rig.playout.credits > 0:
+            rig.give(chunk(index))
+            index += 1
+        rig.run(TICKS_PER_CHUNK)
+    assert rig.playout.target == 1
+    assert rig.playout.underruns == underruns
+
+
+def test_pause_keeps_content_for_the_next_start() -> None:
+    rig = Rig()
+    for index in range(2):
+        rig.give(chunk(index))
+    rig.start()
+    rig.run(TICKS_PER_CHUNK // 2)
+    rig.playout.pause()
+    rig.give(chunk(2))
+    assert rig.playout.can_start
+    rig.playout.start(1000)
+    again = [rig.playout.picture(slot).decode() for slot in range(1000, 1008)]
+    assert int(again[0]) <= 3  # a slot or two may have been decided already
+    assert [int(frame) for frame in again] == list(range(int(again[0]), int(again[0]) + 8))
+
+
+def test_a_stalled_process_skips_slots_not_content() -> None:
+    rig = Rig(4)
+    for index in range(4):
+        rig.give(chunk(index, utterance_id=1, last=index == 3))
+    rig.start()
+    rig.run(TICKS_PER_CHUNK)
+    shown = int(rig.pictures[-1])
+    rig.playout.skip_to(24)
+    assert int(rig.playout.picture(24)) in (shown + 1, shown + 2)
+    for packet in range(50, 80):
+        rig.playout.packet(packet)
+    events = rig.events + rig.playout.take_events()
+    assert [event.kind for event in events] == ["started", "voiced", "finished"]
+
+
+def test_a_frame_rate_that_does_not_divide_48_khz_is_refused() -> None:
+    with pytest.raises(ValueError, match="fps"):
+        Playout(fps=7, voice_samples_per_chunk=CHUNK, target_chunks=2)
