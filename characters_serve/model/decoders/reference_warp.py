@@ -1,0 +1,191 @@
+"""Chunk decoder that moves the reference image: flow fields, masks and a little paint.
+
+In: one chunk's latent, the previous one and features of the reference, encoded once a session.
+Out: the chunk's frames. The person's texture comes from the image itself: each frame is the
+reference warped at full resolution, where a mask lets painted pixels (mouth, eyelids, what was
+hidden) show instead. A decoder that painted whole frames from 96 latent tokens learned four
+copies of their mean (frame-to-frame error as large as the motion); this one learns the motion.
+
+Letters: B batch, C channels, H, W in the picture's pixels, F frames of a chunk. Features come at
+two scales: /4 (fine) and /8 (coarse), and at the latent's own grid (pose).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.image_encoder import ResidualBlock
+
+_FINE, _COARSE, _POSE = 16, 40, 64
+_TRUNK = (224, 144, 96)
+_FRAME_CHANNELS = 20
+_FUSED_COARSE, _FUSED_FINE = 48, 32
+# A flow of 1 is half the picture; heads move by less than a tenth of it.
+_FLOW_SCALE = 0.1
+
+
+class ReferenceFeatures(NamedTuple):
+    """What the decoder keeps of the reference: the picture itself and three feature maps."""
+
+    image: Tensor
+    fine: Tensor
+    coarse: Tensor
+    pose: Tensor
+
+
+class DecoderState(NamedTuple):
+    """All that streams from chunk to chunk: the reference and the previous latent (B, C, h, w)."""
+
+    reference: ReferenceFeatures
+    previous: Tensor
+
+
+class ReferencePyramid(nn.Module):
+    """image (B, 3, H, W) in [0, 1] -> features. Runs once a session."""
+
+    def __init__(self, latent_stride: int) -> None:
+        super().__init__()
+        self.fine = nn.Sequential(
+            nn.PixelUnshuffle(4), nn.Conv2d(48, _FINE, 3, padding=1), ResidualBlock(_FINE)
+        )
+        self.coarse = nn.Sequential(
+            nn.Conv2d(_FINE, _COARSE, 4, stride=2, padding=1),
+            ResidualBlock(_COARSE),
+            nn.SiLU(),
+            nn.Conv2d(_COARSE, _COARSE, 3, padding=1),
+        )
+        pose: list[nn.Module] = []
+        channels, stride = _COARSE, 8
+        while stride < latent_stride:
+            pose += [nn.Conv2d(channels, 96, 4, stride=2, padding=1), ResidualBlock(96), nn.SiLU()]
+            channels, stride = 96, stride * 2
+        self.pose = nn.Sequential(*pose, nn.Conv2d(channels, _POSE, 1))
+
+    def forward(self, image: Tensor) -> ReferenceFeatures:
+        fine = self.fine(image * 2 - 1)
+        coarse = self.coarse(fine)
+        return ReferenceFeatures(image, fine, coarse, self.pose(coarse))
+
+
+class ReferenceWarpDecoder(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        if model.token_stride != 32:
+            raise ValueError("reference_warp decodes latents of stride 32")
+        self.frames = model.frames_per_chunk
+        self.grid = (model.grid_rows, model.grid_columns)
+        low, middle, high = _TRUNK
+        channels = 2 * model.token_channels + _POSE
+        self.trunk = nn.Sequential(
+            nn.Conv2d(channels, low, 3, padding=1),
+            ResidualBlock(low),
+            nn.SiLU(),
+            nn.Conv2d(low, middle * 4, 1),
+            nn.PixelShuffle(2),
+            ResidualBlock(middle),
+            nn.SiLU(),
+            nn.Conv2d(middle, high * 4, 1),
+            nn.PixelShuffle(2),
+            ResidualBlock(high),
+            nn.SiLU(),
+        )
+        # For each frame: a flow (2) and how much of the warped coarse features to keep (1).
+        self.motion = nn.Conv2d(high, 3 * self.frames, 3, padding=1)
+        self.shared = nn.Conv2d(high, _FRAME_CHANNELS, 1)
+        self.per_frame = nn.Conv2d(high, _FRAME_CHANNELS * self.frames, 1)
+        self.fuse_coarse = nn.Sequential(
+            nn.Conv2d(_COARSE + 2 * _FRAME_CHANNELS, _FUSED_COARSE, 3, padding=1),
+            ResidualBlock(_FUSED_COARSE),
+            nn.SiLU(),
+            nn.Conv2d(_FUSED_COARSE, 24 * 4, 1),
+            nn.PixelShuffle(2),
+        )
+        self.fuse_fine = nn.Sequential(
+            nn.Conv2d(24 + _FINE, _FUSED_FINE, 3, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(_FUSED_FINE, _FUSED_FINE, 3, padding=1),
+            nn.SiLU(),
+        )
+        # Full resolution: a finer flow (2, at /4), paint (3) and its mask (1) for each pixel.
+        self.fine_flow = nn.Conv2d(_FUSED_FINE, 2, 1)
+        self.paint = nn.Conv2d(_FUSED_FINE, 4 * 16, 1)
+        for layer in (self.motion, self.fine_flow):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+
+    def forward(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """latent: (B, tokens, C) -> frames (B, F, 3, H, W) in [0, 1], and the next state."""
+        z = latent.transpose(-1, -2).unflatten(-1, self.grid)
+        reference = state.reference
+        hidden = self.trunk(torch.cat([z, state.previous, reference.pose], dim=1))
+
+        motion = self.motion(hidden).unflatten(1, (self.frames, 3)).flatten(0, 1)
+        flow, keep = motion[:, :2] * _FLOW_SCALE, torch.sigmoid(motion[:, 2:] + 2)
+        shared = self._per_frame(self.shared(hidden))
+        own = self.per_frame(hidden).unflatten(1, (self.frames, _FRAME_CHANNELS)).flatten(0, 1)
+        warped = _warp(self._per_frame(reference.coarse), flow) * keep
+        fused = self.fuse_coarse(torch.cat([warped, shared, own], dim=1))
+
+        flow, keep = _upsample(flow, 2), _upsample(keep, 2)
+        warped = _warp(self._per_frame(reference.fine), flow) * keep
+        fused = self.fuse_fine(torch.cat([fused, warped], dim=1))
+
+        flow = _upsample(flow + self.fine_flow(fused) * _FLOW_SCALE * 0.1, 4)
+        moved = _warp(self._per_frame(reference.image), flow)
+        paint, mask = self.paint(fused).split([3 * 16, 16], dim=1)
+        paint = functional.pixel_shuffle(paint + 0.5, 4)
+        mask = functional.pixel_shuffle(torch.sigmoid(mask), 4)
+        frames = torch.lerp(moved, paint, mask)
+        return frames.unflatten(0, (-1, self.frames)), DecoderState(reference, z)
+
+    def _per_frame(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B x F, ...), each repeated for its frames."""
+        return x.repeat_interleave(self.frames, dim=0)
+
+
+def _warp(features: Tensor, flow: Tensor) -> Tensor:
+    """Bilinear look-up at each place plus its flow (in halves of the picture, x then y)."""
+    height, width = flow.shape[-2:]
+    rows = torch.linspace(-1, 1, height, device=flow.device)
+    columns = torch.linspace(-1, 1, width, device=flow.device)
+    grid_y, grid_x = torch.meshgrid(rows, columns, indexing="ij")
+    place = torch.stack([grid_x, grid_y], dim=-1) + flow.permute(0, 2, 3, 1).float()
+    return functional.grid_sample(
+        features.float(), place, mode="bilinear", padding_mode="border", align_corners=True
+    ).to(flow.dtype)
+
+
+def _upsample(x: Tensor, factor: int) -> Tensor:
+    return functional.interpolate(
+        x, scale_factor=float(factor), mode="bilinear", align_corners=True
+    )
+
+
+class VideoDecoder(nn.Module):
+    """The decoder process's model: the reference's pyramid and the chunk decoder."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.pyramid = ReferencePyramid(model.token_stride)
+        self.decoder = ReferenceWarpDecoder(model)
+        # Latents arrive with zero mean and unit deviation; that is where a session starts.
+        self.latent_shape = (model.token_channels, model.grid_rows, model.grid_columns)
+
+    def start(self, image: Tensor) -> DecoderState:
+        """image: uint8 (H, W, 3), or float (B, 3, H, W) in [0, 1]."""
+        if image.dtype == torch.uint8:
+            image = image.permute(2, 0, 1)[None] / 255
+        image = image.to(self.decoder.motion.weight.dtype)
+        previous = image.new_zeros(image.shape[0], *self.latent_shape)
+        return DecoderState(self.pyramid(image), previous)
+
+    def decode(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """latent: (tokens, C) of one session -> frames (F, 3, H, W) in [0, 1], next state."""
+        latent = latent[None].to(state.previous.dtype)
+        frames, state = self.decoder(latent, state)
+        return frames[0].float().clamp(0, 1), state

@@ -1,0 +1,229 @@
+"""The character: an autoregressive diffusion transformer over chunks of latent video.
+
+In: a noisy chunk, its noise level, the voice and idle controls, and a cache that remembers the
+reference and the last chunks. Out: the clean chunk (x0). One class serves the embedded character
+and the 57B geometry; only the config differs. Knows nothing of sessions, pixels or processes.
+
+Letters: B batch, V video tokens, S all tokens of a chunk (video, audio, control), C channels of a
+video token, D model dim, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.attention import attention
+from characters_serve.model.audio import AudioEncoder, log_mel_for
+from characters_serve.model.image_encoder import ImageEncoder
+from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.rope import rotary_positions, rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_NORM_EPS = 1e-6
+_TIME_FEATURES = 256
+
+
+class Modulation(NamedTuple):
+    """adaLN for one block: each broadcasts against (B, S, D)."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+
+
+class StepCondition(NamedTuple):
+    """What one chunk is conditioned on, the same in all its passes.
+
+    tokens: (B, audio_tokens + control_tokens, D). bias: (B, 1, D), added to every video token.
+    """
+
+    tokens: Tensor
+    bias: Tensor
+
+
+class LowRankModulation(nn.Module):
+    """adaLN: noise embedding -> shift, scale, gate through a low rank. Starts as the identity."""
+
+    def __init__(self, dim: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, outputs * dim)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(self, noise_embedding: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.up(self.down(functional.silu(noise_embedding))).chunk(self.outputs, -1))
+
+
+class Block(nn.Module):
+    """Attention and MLP side by side: one projection in, one out, so one all-reduce a block."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = model.num_heads, model.head_dim
+        inner = model.num_heads * model.head_dim
+        self.splits = [inner, inner, inner, model.mlp_dim]
+        self.modulation = LowRankModulation(model.dim, model.adaln_rank, 3)
+        self.in_projection = nn.Linear(model.dim, sum(self.splits), bias=False)
+        self.out_projection = nn.Linear(inner + model.mlp_dim, model.dim, bias=False)
+        self.q_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
+        self.k_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
+        nn.init.normal_(self.out_projection.weight, std=0.3 * (inner + model.mlp_dim) ** -0.5)
+
+    def modulate(self, noise_embedding: Tensor) -> Modulation:
+        shift, scale, gate = self.modulation(noise_embedding)
+        return Modulation(shift, 1 + scale, 1 + gate)
+
+    def forward(self, x_BSD: Tensor, modulation: Modulation, attend: Attend) -> Tensor:
+        """attend: q, k, v (B, S, H, head_dim), not rotated -> (B, S, H x head_dim)."""
+        h = functional.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_NORM_EPS)
+        h = h * modulation.scale + modulation.shift
+        q, k, v, mlp = self.in_projection(h).split(self.splits, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (q, k, v))
+        attended = attend(self.q_norm(q), self.k_norm(k), v)
+        activated = functional.gelu(mlp, approximate="tanh")
+        return x_BSD + modulation.gate * self.out_projection(torch.cat([attended, activated], -1))
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.modulation = LowRankModulation(model.dim, model.adaln_rank, 2)
+        self.out = nn.Linear(model.dim, model.token_channels)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def modulate(self, noise_embedding: Tensor) -> tuple[Tensor, Tensor]:
+        shift, scale = self.modulation(noise_embedding)
+        return shift, 1 + scale
+
+    def forward(self, x_BVD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        h = functional.layer_norm(x_BVD, x_BVD.shape[-1:], eps=_NORM_EPS)
+        result: Tensor = self.out(h * scale + shift)
+        return result
+
+
+class NoiseLevelModulation(NamedTuple):
+    """All modulation of one pass. It depends on the noise level alone, so it can be kept."""
+
+    blocks: list[Modulation]
+    final: tuple[Tensor, Tensor]
+
+
+class CharacterDiT(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.config = model
+        dim = model.dim
+        self.log_mel = log_mel_for(model)
+        self.audio_encoder = AudioEncoder(model)
+        control_features = model.frames_per_chunk * model.num_controls
+        self.control_encoder = nn.Sequential(
+            nn.Linear(control_features, dim),
+            nn.SiLU(),
+            nn.Linear(dim, (model.control_tokens + 1) * dim),
+        )
+        self.image_encoder = ImageEncoder(model)
+        if model.prompt_slots:
+            self.prompt_in = nn.Linear(model.prompt_dim, dim)
+        self.latent_in = nn.Linear(model.token_channels, dim)
+        self.place = nn.Parameter(torch.randn(model.video_tokens, dim) * 0.02)
+        self.noise_in = nn.Sequential(
+            nn.Linear(_TIME_FEATURES, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
+        self.prefix_embedding = nn.Parameter(torch.randn(dim) * 0.1)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_blocks))
+        self.final = FinalLayer(model)
+
+    def noise_embedding(self, level: Tensor) -> Tensor:
+        """level: (...,) in [0, 1] -> (..., D), from sines and cosines of it."""
+        half = _TIME_FEATURES // 2
+        frequencies = torch.exp(
+            -math.log(200.0) * torch.arange(half, device=level.device, dtype=torch.float32) / half
+        )
+        angles = level[..., None].float() * frequencies * 20.0
+        features = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        embedded: Tensor = self.noise_in(features.to(self.prefix_embedding.dtype))
+        return embedded
+
+    def modulate(self, level: Tensor) -> NoiseLevelModulation:
+        """level: (B,) or () -> every block's modulation, shaped to broadcast over tokens."""
+        embedding = self.noise_embedding(level)[..., None, :]
+        return NoiseLevelModulation(
+            [block.modulate(embedding) for block in self.blocks], self.final.modulate(embedding)
+        )
+
+    def condition(self, audio_window: Tensor, controls: Tensor) -> StepCondition:
+        """audio_window: (B, window_samples) in [-1, 1]; controls: (B, frames, num_controls)."""
+        return self.condition_on_mel(self.log_mel(audio_window), controls)
+
+    def condition_on_mel(self, mel: Tensor, controls: Tensor) -> StepCondition:
+        """mel: (B, mel frames, mels), as LogMel gives it."""
+        dtype = self.prefix_embedding.dtype
+        audio = self.audio_encoder(mel.to(dtype))
+        control = self.control_encoder(controls.flatten(-2).to(dtype))
+        control = control.unflatten(-1, (-1, self.config.dim))
+        tokens = torch.cat([audio[..., 1:, :], control[..., 1:, :]], dim=-2)
+        return StepCondition(tokens, audio[..., :1, :] + control[..., :1, :])
+
+    def embed_prefix(self, image: Tensor, prompt: Tensor | None = None) -> Tensor:
+        """image: (B, 3, height, width) in [0, 1]; prompt: (B, n, prompt_dim) -> (B, slots, D)."""
+        tokens: Tensor = self.image_encoder(image.to(self.prefix_embedding.dtype))
+        if prompt is not None:
+            tokens = torch.cat([tokens, self.prompt_in(prompt.to(tokens.dtype))], dim=1)
+        return tokens
+
+    def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None = None) -> None:
+        """The session's first forward pass: fills the cache's prefix in every block."""
+        x = self.embed_prefix(image, prompt)
+        positions = rotary_positions(self.config, x.device).prefix()[: x.shape[1]]
+
+        def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+            for index in range(self.config.num_caches):
+                cache.store_prefix(block, index, k, v)
+            return attention(rotate(q, positions), rotate(k, positions), v)
+
+        for index, block in enumerate(self.blocks):
+            modulation = block.modulate(self.prefix_embedding)
+            x = block(x, modulation, lambda q, k, v, i=index: attend_and_store(q, k, v, i))
+
+    def forward(
+        self,
+        noisy_BVC: Tensor,
+        modulation: NoiseLevelModulation,
+        condition: StepCondition,
+        cache: KVCache,
+        cache_index: int,
+    ) -> Tensor:
+        """One denoising pass of the current chunk; returns x0 (B, V, C)."""
+        x = self.embed_chunk(noisy_BVC, condition)
+        for index, block in enumerate(self.blocks):
+            x = block(
+                x,
+                modulation.blocks[index],
+                lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
+            )
+        return self.final(x[..., : self.config.video_tokens, :], *modulation.final)
+
+    def embed_chunk(self, noisy_BVC: Tensor, condition: StepCondition) -> Tensor:
+        """Video tokens with their place and the chunk's condition, then audio and control tokens."""
+        video = self.latent_in(noisy_BVC) + self.place + condition.bias
+        return torch.cat([video, condition.tokens], dim=-2)
+
+
+def useful_flops_per_step(model: ModelConfig) -> float:
+    """Multiply-adds x 2 of the blocks' matrices and attention in one step of all passes."""
+    inner = model.num_heads * model.head_dim
+    matrices = model.dim * (3 * inner + model.mlp_dim) + (inner + model.mlp_dim) * model.dim
+    matmuls = 2 * matrices * model.tokens_per_chunk
+    attended = 4 * model.tokens_per_chunk * model.cache_slots * inner
+    return float(len(model.noise_levels) * model.num_blocks * (matmuls + attended))

@@ -1,0 +1,206 @@
+"""What the character remembers: the prefix and a window of the last chunks, for every block.
+
+In: a chunk's q, k, v in each block and pass. Out: attention over everything cached. A cache owns
+its buffers and the chunk's time position; it knows nothing of the model around it.
+
+Letters: B batch (sessions rolled out together; 1 when serving), S slots, H heads, D head dim.
+Slots: [prefix | window_chunks x tokens_per_chunk]. Each pass writes the current chunk's slots
+before it reads, so under `last_pass` the last pass's keys remain, and under `per_pass` each pass
+keeps a cache of its own.
+
+Positions: the prefix stays at time 0, chunks count up from 1. When a chunk would reach
+window_chunks + position_reset_steps, it and all it remembers move back by position_reset_steps,
+so that positions stay in the range the model was trained on, for as long as the talk lasts.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.model.attention import attention
+from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
+
+
+class KVCache(Protocol):
+    def clear(self) -> None:
+        """Forgets the session: prefix, window and position."""
+
+    def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        """Writes the prefix of one block (k not rotated). Shorter prefixes leave slots unused."""
+
+    def begin_step(self) -> None:
+        """Moves on to the next chunk: its position, its slots, and every 42 steps the reset."""
+
+    def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Writes the current chunk's k, v (not rotated); returns (B, S, H x D)."""
+
+
+def make_cache(
+    model: ModelConfig,
+    optimizations: Optimizations,
+    *,
+    batch: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> KVCache:
+    positions = rotary_positions(model, device)
+    kind = RingCache if optimizations.ring_cache else PlainCache
+    if optimizations.write_time_rope and not optimizations.ring_cache:
+        kind = ShiftedCache
+    return kind(model, positions, batch, device, dtype)
+
+
+class _CacheBuffers:
+    """Buffers, the position clock and the count of valid slots, which all kinds share."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        positions: RotaryPositions,
+        batch: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        self._positions = positions
+        self._tokens = model.tokens_per_chunk
+        self._window_chunks = model.window_chunks
+        self._reset_steps = model.position_reset_steps
+        self._prefix_slots = model.prefix_slots
+        shape = (
+            model.num_blocks,
+            model.num_caches,
+            batch,
+            model.cache_slots,
+            model.num_heads,
+            model.head_dim,
+        )
+        self._k = torch.zeros(shape, device=device, dtype=dtype)
+        self._v = torch.zeros(shape, device=device, dtype=dtype)
+        self.clear()
+
+    def clear(self) -> None:
+        self._k.zero_()
+        self._v.zero_()
+        self._prefix_length = 0
+        self._chunks = 0
+        self._position = 0
+        self._chunk_angles = self._positions.chunk(0.0)
+
+    def _advance(self) -> bool:
+        """Counts one chunk; True when the window must move back by the reset's steps."""
+        self._chunks += 1
+        self._position += 1
+        reset = self._position == self._window_chunks + self._reset_steps
+        if reset:
+            self._position -= self._reset_steps
+        self._chunk_angles = self._positions.chunk(float(self._position))
+        return reset
+
+    def _shift_window(self) -> None:
+        """Makes room for a chunk by copying a full window one chunk towards its start."""
+        if self._chunks >= self._window_chunks:
+            kept = slice(self._prefix_slots, self._filled.stop - self._tokens)
+            moved = slice(self._prefix_slots + self._tokens, self._filled.stop)
+            self._k[:, :, :, kept] = self._k[:, :, :, moved].clone()
+            self._v[:, :, :, kept] = self._v[:, :, :, moved].clone()
+
+    def _check_prefix(self, k_BSHD: Tensor) -> int:
+        length = k_BSHD.shape[1]
+        if length > self._prefix_slots:
+            raise ValueError(f"a prefix of {length} tokens exceeds the {self._prefix_slots} slots")
+        self._prefix_length = length
+        return length
+
+    @property
+    def _first_slot(self) -> int:
+        """The prefix lies against the window, so that the valid slots are one run."""
+        return self._prefix_slots - self._prefix_length
+
+    def _window_slots(self, index: int) -> slice:
+        start = self._prefix_slots + index * self._tokens
+        return slice(start, start + self._tokens)
+
+    @property
+    def _filled(self) -> slice:
+        """The window slots that hold chunks."""
+        chunks = min(self._chunks, self._window_chunks)
+        return slice(self._prefix_slots, self._prefix_slots + chunks * self._tokens)
+
+
+class PlainCache(_CacheBuffers):
+    """The launch form: keys unrotated, the window shifted by copying, every key rotated at read."""
+
+    def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        slots = slice(self._prefix_slots - self._check_prefix(k_BSHD), self._prefix_slots)
+        self._k[block, cache, :, slots] = k_BSHD
+        self._v[block, cache, :, slots] = v_BSHD
+
+    def begin_step(self) -> None:
+        self._shift_window()
+        self._advance()
+
+    def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        current = self._window_slots(min(self._chunks, self._window_chunks) - 1)
+        self._k[block, cache, :, current] = k
+        self._v[block, cache, :, current] = v
+        read = slice(self._first_slot, self._filled.stop)
+        keys = rotate(self._k[block, cache, :, read], self._read_angles())
+        return attention(rotate(q, self._chunk_angles), keys, self._v[block, cache, :, read])
+
+    def _read_angles(self) -> Tensor:
+        chunks = min(self._chunks, self._window_chunks)
+        times = self._position - torch.arange(chunks - 1, -1, -1, device=self._k.device)
+        window = self._positions.chunk(times).flatten(0, 1)
+        prefix = self._positions.prefix()
+        used = prefix[: self._prefix_length]
+        return torch.cat([used, window])
+
+
+class ShiftedCache(_CacheBuffers):
+    """Keys rotated once, when written; the window still shifted by copying."""
+
+    def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        length = self._check_prefix(k_BSHD)
+        slots = slice(self._prefix_slots - length, self._prefix_slots)
+        self._k[block, cache, :, slots] = rotate(k_BSHD, self._positions.prefix()[:length])
+        self._v[block, cache, :, slots] = v_BSHD
+
+    def begin_step(self) -> None:
+        self._shift_window()
+        self._reset_if_due()
+
+    def _reset_if_due(self) -> None:
+        """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
+        filled = self._filled
+        if self._advance():
+            window = self._k[:, :, :, filled]
+            window.copy_(rotate(window, self._positions.shift(-float(self._reset_steps))))
+
+    def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        current = self._current_slots()
+        self._k[block, cache, :, current] = rotate(k, self._chunk_angles)
+        self._v[block, cache, :, current] = v
+        read = slice(self._first_slot, self._filled.stop)
+        return attention(
+            rotate(q, self._chunk_angles),
+            self._k[block, cache, :, read],
+            self._v[block, cache, :, read],
+        )
+
+    def _current_slots(self) -> slice:
+        return self._window_slots(min(self._chunks, self._window_chunks) - 1)
+
+
+class RingCache(ShiftedCache):
+    """Keys rotated once, when written, over the oldest chunk. No order of slots is needed:
+    a rotated key carries its own time, and attention sums over slots in any order."""
+
+    def begin_step(self) -> None:
+        self._reset_if_due()
+
+    def _current_slots(self) -> slice:
+        return self._window_slots((self._chunks - 1) % self._window_chunks)

@@ -1,0 +1,97 @@
+"""Builds models and fills them: from safetensors, whole or in shards, or synthetic.
+
+A checkpoint is a folder with `dit*.safetensors` and `decoder*.safetensors`; a network may be cut
+into any number of files. Keys and shapes must match exactly: a missing, unknown or misshapen key
+is an error that names it. `builtin` is the embedded character in the package's assets;
+`synthetic` are seeded random numbers, for speed work on shapes that have no public weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.decoders.reference_warp import VideoDecoder
+from characters_serve.model.dit import CharacterDiT
+
+BUILTIN = Path(__file__).parent.parent / "assets" / "tiny"
+
+
+class WeightsError(ValueError):
+    """A checkpoint that does not fit the model; the message names the file and the keys."""
+
+
+def load_generator(
+    model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> CharacterDiT:
+    network = _build(lambda: CharacterDiT(model), model, "dit", device, dtype, seed)
+    assert isinstance(network, CharacterDiT)
+    return network
+
+
+def load_decoder(
+    model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> VideoDecoder:
+    network = _build(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
+    assert isinstance(network, VideoDecoder)
+    return network
+
+
+def save_network(network: nn.Module, folder: Path, name: str) -> None:
+    """Writes fp16 weights: half the size, and finer than bf16 for values near one."""
+    state = {key: value.half().contiguous().cpu() for key, value in network.state_dict().items()}
+    save_file(state, folder / f"{name}.safetensors")
+
+
+def _build(
+    make: Callable[[], nn.Module],
+    model: ModelConfig,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        network = make()
+    if model.weights == "synthetic":
+        _fill_synthetic(network)
+    else:
+        folder = BUILTIN if model.weights == "builtin" else Path(model.weights)
+        _load(network, folder, name)
+    return network.to(dtype).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _fill_synthetic(network: nn.Module) -> None:
+    """Layers that start at zero would hide wrong data paths; every parameter gets random values."""
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.02)
+
+
+@torch.no_grad()
+def _load(network: nn.Module, folder: Path, name: str) -> None:
+    files = sorted(folder.glob(f"{name}*.safetensors"))
+    if not files:
+        raise WeightsError(f"model.weights: no {name}*.safetensors in {folder}")
+    missing = dict(network.state_dict())
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            for key in shard.keys():  # noqa: SIM118 (not a mapping)
+                if key not in missing:
+                    raise WeightsError(f"{file}: unknown or repeated key {key}")
+                into, value = missing.pop(key), shard.get_tensor(key)
+                if into.shape != value.shape:
+                    raise WeightsError(
+                        f"{file}: {key} is {tuple(value.shape)}, the model has {tuple(into.shape)}"
+                    )
+                into.copy_(value)
+    if missing:
+        raise WeightsError(f"{folder}: missing keys {', '.join(sorted(missing)[:8])}")

@@ -1,0 +1,138 @@
+"""Training clips on the device: a character, its idle motion, speech, and frames on demand.
+
+In: speech.npz and idle.npz. Out: batches of clips; every clip is a character never seen before.
+
+Letters: N clips, T video frames of a clip, K chunks of a clip (T / 4), A attributes.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.audio import LOG_FLOOR, LOG_MEL_MEAN, LOG_MEL_STD, LogMel
+from characters_serve.model.idle_controls import NUM_CONTROLS
+from scripts.train_tiny.renderer import Renderer, sample_characters
+
+MEL_LOW, MEL_HIGH = -14.0, 10.0
+"""The range of log-mel values that is stored in eight bits."""
+
+LOWEST = (math.log(LOG_FLOOR) - LOG_MEL_MEAN) / LOG_MEL_STD
+"""Digital silence."""
+
+
+class Clips(NamedTuple):
+    """attributes (N, A); controls (N, T, 12) idle then mouth; mel (N, K, mel frames, mels)
+    normalised; reference_controls (N, 12): how the character sits in its reference image."""
+
+    attributes: Tensor
+    controls: Tensor
+    mel: Tensor
+    reference_controls: Tensor
+
+    def idle_by_chunk(self, frames: int) -> Tensor:
+        """(N, K, frames, 7): what the model is told of the idle motion."""
+        return self.controls[..., :NUM_CONTROLS].unflatten(1, (-1, frames))
+
+
+class ClipSource:
+    def __init__(self, folder: Path, model: ModelConfig, device: torch.device) -> None:
+        speech, idle = np.load(folder / "speech.npz"), np.load(folder / "idle.npz")
+        self._mel = torch.from_numpy(speech["mel"]).to(device)
+        self._viseme = torch.from_numpy(speech["viseme"]).to(device)
+        self._idle = torch.from_numpy(idle["controls"]).to(device)
+        self._held_out = int(speech["held_out"])
+        self._model, self.device = model, device
+        self._window = torch.arange(
+            -model.audio.past_frames,
+            model.frames_per_chunk * model.mels_per_frame + model.audio.future_frames,
+            device=device,
+        )
+
+    def sample(
+        self, count: int, frames: int, generator: torch.Generator, *, held_out: bool = False
+    ) -> Clips:
+        model, device = self._model, self.device
+
+        def integers(low: int, high: int) -> Tensor:
+            return torch.randint(low, high, (count,), generator=generator, device=device)
+
+        margin = 16
+        first, last = (self._held_out, len(self._viseme)) if held_out else (0, self._held_out)
+        start = integers(first + margin, last - frames - margin)
+        idle_start = integers(0, self._idle.shape[1] - frames)
+        steps = torch.arange(frames, device=device)
+        viseme = self._viseme[start[:, None] + steps].float() / 255
+        track = integers(0, len(self._idle))
+        idle = self._idle[track[:, None], idle_start[:, None] + steps].float()
+
+        chunk_starts = torch.arange(0, frames, model.frames_per_chunk, device=device)
+        first_mel = (start[:, None] + chunk_starts) * model.mels_per_frame
+        quantised = self._mel[first_mel[..., None] + self._window]
+        mel = LogMel.normalise(MEL_LOW + quantised.float() * ((MEL_HIGH - MEL_LOW) / 255))
+
+        attributes = sample_characters(count, generator, device)
+        reference = self._reference_controls(count, generator)
+        return Clips(attributes, torch.cat([idle, viseme], dim=-1), mel, reference)
+
+    def _reference_controls(self, count: int, generator: torch.Generator) -> Tensor:
+        """References look at the viewer, heads near the middle, mouths closed in most."""
+        device = self.device
+        rows = torch.randint(0, len(self._idle), (count,), generator=generator, device=device)
+        times = torch.randint(
+            0, self._idle.shape[1], (count,), generator=generator, device=device
+        )
+        weights = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.3, 0.3, 0.5], device=device)
+        idle = self._idle[rows, times].float() * weights
+        where = torch.randint(
+            16, self._held_out - 16, (count,), generator=generator, device=device
+        )
+        open_mouth = torch.rand(count, 1, generator=generator, device=device) < 0.12
+        mouth = torch.where(open_mouth, self._viseme[where].float() / 255, 0.0)
+        return torch.cat([idle, mouth], dim=-1)
+
+
+def augment_mel(mel: Tensor, generator: torch.Generator) -> Tensor:
+    """Other microphones, rooms and levels: a gain, a slope and bumps over the bands, noise.
+
+    mel: (N, K, frames, mels), normalised.
+    """
+    count, bands = mel.shape[0], mel.shape[-1]
+    device = mel.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    place = torch.linspace(-1, 1, bands, device=device)
+    slope = normal(count, 1) * 0.15 * place
+    bumps = sum(
+        normal(count, 1) * 0.08 * torch.cos((n * place + normal(count, 1)) * 3.1416)
+        for n in (1, 2, 3)
+    )
+    change = (slope + bumps + normal(count, 1) * 0.2)[:, None, None]
+    floor = -1.7 + 0.4 * normal(count, 1, 1, 1)
+    quiet = torch.rand(count, 1, 1, 1, generator=generator, device=device) < 0.4
+    floor = torch.where(quiet, torch.full_like(floor, LOWEST), floor)
+    changed = (mel + change).clamp(min=LOWEST) * LOG_MEL_STD
+    return torch.logaddexp(changed, floor * LOG_MEL_STD) / LOG_MEL_STD
+
+
+def render_clips(renderer: Renderer, clips: Clips, frames: slice | None = None) -> Tensor:
+    """(N, T, 3, H, W) in [0, 1]."""
+    controls = clips.controls if frames is None else clips.controls[:, frames]
+    count, length = controls.shape[:2]
+    attributes = clips.attributes[:, None].expand(-1, length, -1)
+    rendered: Tensor = renderer(attributes.flatten(0, 1), controls.flatten(0, 1))
+    return rendered.unflatten(0, (count, length))
+
+
+def render_references(renderer: Renderer, clips: Clips) -> Tensor:
+    """(N, 3, H, W)."""
+    rendered: Tensor = renderer(clips.attributes, clips.reference_controls)
+    return rendered

@@ -1,0 +1,184 @@
+"""Networks and the optimiser that only training needs: they are not served.
+
+Letters: N frames or chunks, F frames of a chunk, C latent channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.image_encoder import ResidualBlock
+
+MOUTH_CROP = (48, 64)
+"""Rows and columns of a mouth crop."""
+
+
+class ChunkEncoder(nn.Module):
+    """Four frames and the reference -> one latent (N, tokens, C) of zero mean, unit deviation.
+
+    It sees the reference, so the latent need only say how the frames differ from it.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        channels = 3 * (model.frames_per_chunk + 3)
+        self.layers = nn.Sequential(
+            nn.PixelUnshuffle(4),
+            nn.Conv2d(channels * 16, 96, 3, padding=1),
+            ResidualBlock(96),
+            nn.Conv2d(96, 160, 4, stride=2, padding=1),
+            ResidualBlock(160),
+            nn.Conv2d(160, 256, 4, stride=2, padding=1),
+            ResidualBlock(256),
+            nn.Conv2d(256, 320, 4, stride=2, padding=1),
+            ResidualBlock(320),
+            nn.SiLU(),
+            nn.Conv2d(320, model.token_channels, 1),
+        )
+        self.norm = nn.BatchNorm1d(model.token_channels, affine=False, momentum=0.02)
+
+    def forward(self, frames: Tensor, reference: Tensor) -> Tensor:
+        """frames: (N, F, 3, H, W); reference: (N, 3, H, W), both in [0, 1]."""
+        mean = frames.mean(1)
+        changes = ((frames - mean[:, None]) * 4).flatten(1, 2)
+        x = torch.cat([mean * 2 - 1, changes, (reference - mean) * 2], dim=1)
+        x = torch.cat([x, reference * 2 - 1], dim=1)
+        latent = self.layers(x.contiguous(memory_format=torch.channels_last)).float()
+        normed: Tensor = self.norm(latent.flatten(2))
+        return normed.transpose(1, 2)
+
+
+class MouthReader(nn.Module):
+    """Mouth crop (N, 3, 48, 64) -> open, width, round. The yardstick of lip motion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 32, 5, stride=2, padding=2),
+            nn.SiLU(),
+            nn.Conv2d(32, 64, 3, stride=2, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(64, 96, 3, stride=2, padding=1),
+            nn.SiLU(),
+            nn.Flatten(),
+            nn.Linear(96 * 48, 128),
+            nn.SiLU(),
+            nn.Linear(128, 3),
+        )
+
+    def forward(self, crop: Tensor) -> Tensor:
+        read: Tensor = self.layers(crop.float() - 0.5)
+        return read
+
+
+def _orthogonalise(gradients: Tensor) -> Tensor:
+    """Newton-Schulz iteration on a stack of matrices (Jordan et al. 2024, Muon)."""
+    x = gradients.bfloat16()
+    transposed = x.shape[-2] > x.shape[-1]
+    if transposed:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        a = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+    return x.mT if transposed else x
+
+
+class MuonAdamW:
+    """Muon for the inner matrices, scaled to AdamW's step size, and AdamW for everything else.
+
+    `adam_only`: parts of parameter names (first and last layers) that AdamW takes.
+    """
+
+    def __init__(self, networks: Iterable[nn.Module], adam_only: tuple[str, ...] = ()) -> None:
+        named = [(n, p) for net in networks for n, p in net.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in named]
+        matrices = [
+            p
+            for name, p in named
+            if p.ndim >= 2
+            and min(p.flatten(1).shape) >= 32
+            and not any(part in name for part in adam_only)
+        ]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in self.parameters if id(p) not in chosen]
+        fused = self.parameters[0].is_cuda
+        self._adam = torch.optim.AdamW(rest, lr=1e-3, betas=(0.9, 0.98), weight_decay=0, fused=fused)
+        self._by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for p in matrices:
+            rows, columns = p.flatten(1).shape
+            self._by_shape.setdefault((rows, columns), []).append(p)  # type: ignore[arg-type]
+        self._momentum = {
+            shape: torch.zeros(len(group), *shape, device=group[0].device)
+            for shape, group in self._by_shape.items()
+        }
+
+    @torch.no_grad()
+    def step(self, rate: float, adam_rate: float | None = None) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = rate if adam_rate is None else adam_rate
+        self._adam.step()
+        for shape, parameters in self._by_shape.items():
+            gradients = torch.stack([_gradient(p).flatten(1) for p in parameters])
+            momentum = self._momentum[shape].lerp_(gradients, 0.05)
+            update = _orthogonalise(gradients.lerp(momentum, 0.95)).float()
+            scale = -rate * 0.2 * max(shape) ** 0.5
+            torch._foreach_add_(
+                [p.data for p in parameters],
+                [u.reshape(p.shape) for p, u in zip(parameters, update, strict=True)],
+                alpha=scale,
+            )
+        for p in self.parameters:
+            p.grad = None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+class AveragedWeights:
+    """Exponential moving average of a network's floating-point state."""
+
+    def __init__(self, network: nn.Module, decay: float = 0.998) -> None:
+        self._network, self._decay, self._count = network, decay, 0
+        self._average = {
+            k: v.detach().clone().float()
+            for k, v in network.state_dict().items()
+            if v.is_floating_point()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._count += 1
+        decay = min(self._decay, (1 + self._count) / (10 + self._count))
+        state = self._network.state_dict()
+        keys = list(self._average)
+        torch._foreach_lerp_(
+            [self._average[k] for k in keys], [state[k].float() for k in keys], 1 - decay
+        )
+
+    def copy_to(self, network: nn.Module) -> None:
+        network.load_state_dict(self._average, strict=False)
+
+
+def crop_mouth(frames: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
+    """frames (N, 3, H, W), centre (N, 2) x, y in pixels, scale (N,) -> (N, 3, 48, 64)."""
+    rows, columns = MOUTH_CROP
+    height, width = frames.shape[-2:]
+    device = frames.device
+    y = (torch.arange(rows, device=device) - (rows - 1) / 2) * 1.15
+    x = (torch.arange(columns, device=device) - (columns - 1) / 2) * 1.15
+    ys = y[None, :, None] * scale[:, None, None] + centre[:, 1, None, None]
+    xs = x[None, None] * scale[:, None, None] + centre[:, 0, None, None]
+    shape = (len(frames), rows, columns)
+    place = torch.stack([(xs / width * 2 - 1).expand(shape), (ys / height * 2 - 1).expand(shape)], -1)
+    return functional.grid_sample(frames.float(), place, align_corners=False)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([a.flatten().float(), b.flatten().float()]))[0, 1])

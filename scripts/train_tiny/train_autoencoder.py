@@ -1,0 +1,246 @@
+"""Stage 1: the chunk encoder and the reference-warping decoder, on rendered characters.
+
+In: clips on demand. Out: RUN/encoder.pt, RUN/decoder.pt, RUN/mouth_reader.pt, curves and pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from characters_serve.config import ModelConfig
+from characters_serve.model.decoders.reference_warp import DecoderState, VideoDecoder
+from scripts.train_tiny.data import ClipSource, Clips, render_clips, render_references
+from scripts.train_tiny.networks import (
+    AveragedWeights,
+    ChunkEncoder,
+    MouthReader,
+    MuonAdamW,
+    correlation,
+    crop_mouth,
+)
+from scripts.train_tiny.pictures import save_sheet
+from scripts.train_tiny.renderer import Renderer, mouth_box, region_masks
+
+LATENT_NOISE = 0.1
+CHUNKS_PER_CLIP = 2
+
+
+def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
+    """Weighted L1 of pixels, of their gradients and of their change in time.
+
+    frames, truth: (N, T, 3, H, W); weights: (N, T, 1, H, W).
+    """
+    error = frames - truth
+    pixels = (error.abs() * weights).mean()
+    columns = (error.diff(dim=-1).abs() * weights[..., 1:]).mean()
+    rows = (error.diff(dim=-2).abs() * weights[..., 1:, :]).mean()
+    time_change = (error.diff(dim=1).abs() * weights[:, 1:]).mean()
+    return pixels + 0.7 * (columns + rows) + 1.0 * time_change
+
+
+def region_weights(clips: Clips) -> Tensor:
+    """(N, T, 1, H, W): 1, more on the mouth and the eyes."""
+    count, length = clips.controls.shape[:2]
+    attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
+    mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
+    weights = 1 + 5 * mouth + 4 * eyes
+    return weights.unflatten(0, (count, length))
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.encoder = ChunkEncoder(model)
+        self.decoder = VideoDecoder(model)
+
+    def encode(self, frames: Tensor, reference: Tensor) -> Tensor:
+        """(N, T, 3, H, W) -> (N, K, tokens, C)."""
+        chunks = frames.unflatten(1, (-1, self.model.frames_per_chunk))
+        count, length = chunks.shape[:2]
+        references = reference.repeat_interleave(length, dim=0)
+        return self.encoder(chunks.flatten(0, 1), references).unflatten(0, (count, length))
+
+    def decode(self, latent: Tensor, reference: Tensor, previous: Tensor | None = None) -> Tensor:
+        """All chunks of a clip at once, each beside the one before: (N, K, tokens, C) -> frames.
+
+        previous: the latent before the first, (N, tokens, C); the session's start if None.
+        """
+        count, length = latent.shape[:2]
+        first = torch.zeros_like(latent[:, :1]) if previous is None else previous[:, None]
+        before = torch.cat([first, latent[:, :-1]], dim=1).flatten(0, 1)
+        features = self.decoder.pyramid(reference)
+        repeated = type(features)(*(f.repeat_interleave(length, dim=0) for f in features))
+        grid = (self.model.grid_rows, self.model.grid_columns)
+        state = DecoderState(repeated, before.transpose(-1, -2).unflatten(-1, grid))
+        frames, _ = self.decoder.decoder(latent.flatten(0, 1), state)
+        return frames.unflatten(0, (count, length)).flatten(1, 2).float()
+
+    def forward(self, frames: Tensor, reference: Tensor) -> Tensor:
+        latent = self.encode(frames, reference)
+        latent = latent + LATENT_NOISE * torch.randn_like(latent)
+        return self.decode(latent, reference)
+
+
+def train_autoencoder(
+    model: ModelConfig,
+    source: ClipSource,
+    renderer: Renderer,
+    run: Path,
+    *,
+    seconds: float,
+    batch: int,
+    rate: float,
+    seed: int,
+) -> tuple[Autoencoder, MouthReader]:
+    device = source.device
+    generator = _generator(source, seed)
+    torch.manual_seed(seed)
+    network = Autoencoder(model).to(device).to(memory_format=torch.channels_last)
+    forward = torch.compile(network) if device.type == "cuda" else network
+    optimizer = MuonAdamW([network], adam_only=("motion", "fine_flow", "paint", "layers.1."))
+    average = AveragedWeights(network)
+    frames = CHUNKS_PER_CLIP * model.frames_per_chunk
+    log: list[dict[str, float]] = []
+    started = time.monotonic()
+    step = 0
+    while (elapsed := time.monotonic() - started) < seconds:
+        clips = source.sample(batch, frames, generator)
+        with torch.no_grad():
+            truth = render_clips(renderer, clips).float()
+            reference = render_references(renderer, clips).float()
+            weights = region_weights(clips)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            made = forward(truth, reference)
+        loss = picture_loss(made, truth, weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(optimizer.parameters, 1.0)
+        progress = elapsed / seconds
+        warm = min(1.0, (step + 1) / 150)
+        optimizer.step(rate * warm * max(0.02, 0.5 + 0.5 * math.cos(math.pi * progress)))
+        average.update()
+        step += 1
+        if step % 200 == 0 or step <= 2:
+            log.append({"step": step, "seconds": elapsed, "loss": loss.item()})
+            say(f"autoencoder {step:5d} {elapsed:6.1f} s loss {log[-1]['loss']:.4f}")
+    average.copy_to(network)
+    network.eval().requires_grad_(False)
+    reader = train_mouth_reader(source, renderer, seed)
+    report = score_autoencoder(network, reader, source, renderer, run)
+    say(f"autoencoder {step} steps: {report}")
+    (run / "autoencoder.json").write_text(json.dumps({"log": log, "score": report, "steps": step}))
+    torch.save(network.state_dict(), run / "autoencoder.pt")
+    torch.save(reader.state_dict(), run / "mouth_reader.pt")
+    return network, reader
+
+
+def train_mouth_reader(
+    source: ClipSource, renderer: Renderer, seed: int, steps: int = 500
+) -> MouthReader:
+    """Learns to read mouth controls from true pictures: the yardstick, never a training signal."""
+    generator = _generator(source, seed + 1)
+    device = generator.device
+    reader = MouthReader().to(device)
+    optimizer = torch.optim.AdamW(reader.parameters(), lr=1e-3)
+    for step in range(steps if device.type == "cuda" else 2):
+        clips = source.sample(256 if device.type == "cuda" else 4, 4, generator)
+        one = clips._replace(controls=clips.controls[:, :1])
+        with torch.no_grad():
+            crops = mouth_crops(one, render_clips(renderer, one))
+        loss = functional.mse_loss(reader(crops), one.controls[:, 0, 7:10])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - step / steps)
+    return reader.eval().requires_grad_(False)
+
+
+def mouth_crops(clips: Clips, frames: Tensor) -> Tensor:
+    """(N, T, 3, H, W) -> (N x T, 3, 48, 64), where the truth says the mouth is."""
+    length = frames.shape[1]
+    attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
+    centre, scale = mouth_box(attributes, clips.controls[:, :length].flatten(0, 1))
+    return crop_mouth(frames.flatten(0, 1), centre, scale)
+
+
+@torch.no_grad()
+def score_autoencoder(
+    network: Autoencoder,
+    reader: MouthReader,
+    source: ClipSource,
+    renderer: Renderer,
+    run: Path,
+    count: int = 16,
+    frames: int = 96,
+) -> dict[str, Any]:
+    generator = _generator(source, 99)
+    if generator.device.type == "cpu":
+        count, frames = 2, 16
+    clips = source.sample(count, frames, generator, held_out=True)
+    totals: dict[str, list[float]] = {}
+    reads, truths, shown = [], [], []
+    for i in range(count):
+        one = Clips(*(field[i : i + 1] for field in clips))
+        truth = render_clips(renderer, one).float()
+        reference = render_references(renderer, one).float()
+        made = network.decode(network.encode(truth, reference), reference).clamp(0, 1)
+        for name, value in compare(one, made, truth).items():
+            totals.setdefault(name, []).append(value)
+        reads.append(reader(mouth_crops(one, made))[:, 0])
+        truths.append(one.controls[0, :, 7])
+        if i < 6:
+            at = int(truths[-1][: frames - 6].unfold(0, 6, 1).std(1).argmax())
+            shown += [reference[0], *truth[0, at : at + 6 : 2]]
+            shown += [reference[0], *made[0, at : at + 6 : 2]]
+    save_sheet(torch.stack(shown), run / "autoencoder.png", columns=8)
+    score: dict[str, Any] = {k: round(sum(v) / len(v), 3) for k, v in totals.items()}
+    score["mouth_correlation"] = round(correlation(torch.cat(reads), torch.cat(truths)), 3)
+    return score
+
+
+def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
+    """PSNR of the whole, mouth and eyes in dB; frame-to-frame error and change, of 255."""
+    length = truth.shape[1]
+    attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
+    mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
+    squared = (made - truth).square().mean(2, keepdim=True).flatten(0, 1)
+
+    def decibels(mask: Tensor | None) -> float:
+        error = squared.mean() if mask is None else (squared * mask).sum() / mask.sum().clamp(min=1)
+        return float(-10 * torch.log10(error.clamp(min=1e-9)))
+
+    change = (truth.diff(dim=1)).abs().mean(2, keepdim=True)
+    wrong = (made.diff(dim=1) - truth.diff(dim=1)).abs().mean(2, keepdim=True)
+    inside = mouth.unflatten(0, truth.shape[:2])[:, 1:]
+    area = inside.sum().clamp(min=1)
+    return {
+        "whole_db": decibels(None),
+        "mouth_db": decibels(mouth),
+        "eyes_db": decibels(eyes),
+        "mouth_change_error": float((wrong * inside).sum() / area * 255),
+        "mouth_change": float((change * inside).sum() / area * 255),
+    }
+
+
+def load_autoencoder(model: ModelConfig, run: Path, device: torch.device) -> Autoencoder:
+    network = Autoencoder(model).to(device).to(memory_format=torch.channels_last)
+    network.load_state_dict(torch.load(run / "autoencoder.pt", map_location=device))
+    return network.eval().requires_grad_(False)
+
+
+def _generator(source: ClipSource, seed: int) -> torch.Generator:
+    return torch.Generator(device=source.device).manual_seed(seed)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+

@@ -1,0 +1,368 @@
+"""Stage 2: the transformer, on latents of stage 1, in the context it will be served with.
+
+First with true context, then with context from its own rollouts, served by the server's own
+Denoiser (self-rollout: what keeps it from drifting). Rendered truth is known for any controls and
+speech, so both parts regress it; a share of each step's chunks is decoded, and the picture's loss
+trains transformer and decoder together, which the latent loss alone leaves soft around the eyes.
+
+Letters: B clips, K chunks, S tokens of a chunk, V video tokens, C channels, H heads, D dims.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.engine.denoiser import Denoiser
+from characters_serve.model.attention import attention
+from characters_serve.model.dit import Block, CharacterDiT, StepCondition
+from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
+from scripts.train_tiny.data import (
+    Clips,
+    ClipSource,
+    augment_mel,
+    render_clips,
+    render_references,
+)
+from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
+from scripts.train_tiny.renderer import Renderer
+from scripts.train_tiny.train_autoencoder import (
+    Autoencoder,
+    picture_loss,
+    region_weights,
+    say,
+)
+
+LATENT_WEIGHT = 1.0
+PICTURE_WEIGHT = 4.0
+
+
+class Pool(NamedTuple):
+    """Encoded clips: references uint8 (N, 3, H, W), latents bf16 (N, K, V, C)."""
+
+    clips: Clips
+    references: Tensor
+    latents: Tensor
+
+
+@torch.no_grad()
+def encode_pool(
+    autoencoder: Autoencoder,
+    source: ClipSource,
+    renderer: Renderer,
+    count: int,
+    chunks: int,
+    generator: torch.Generator,
+    *,
+    held_out: bool = False,
+    group: int = 32,
+) -> Pool:
+    frames = chunks * autoencoder.model.frames_per_chunk
+    clips = source.sample(count, frames, generator, held_out=held_out)
+    references, latents = [], []
+    for i in range(0, count, group):
+        part = Clips(*(field[i : i + group] for field in clips))
+        reference = render_references(renderer, part).float()
+        with torch.autocast(
+            source.device.type, dtype=torch.bfloat16, enabled=source.device.type == "cuda"
+        ):
+            latent = autoencoder.encode(render_clips(renderer, part).float(), reference)
+        references.append((reference * 255).round().byte())
+        latents.append(latent.to(torch.bfloat16))
+    return Pool(clips, torch.cat(references), torch.cat(latents))
+
+
+def training_block(
+    block: Block,
+    prefix: Tensor,
+    x: Tensor,
+    prefix_embedding: Tensor,
+    noise_embedding: Tensor,
+    prefix_angles: Tensor,
+    chunk_angles: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """One block over the prefix and two streams of all chunks at once.
+
+    prefix: (B, P, D). x: (2B, K, S, D): the context stream, then the stream being denoised; each
+    chunk of either sees the prefix, the context stream's last window - 1 chunks, and itself.
+    """
+    kept: list[Tensor] = []
+
+    def attend_prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rotated = rotate(k, prefix_angles)
+        kept.extend((rotated, v))
+        return attention(rotate(q, prefix_angles), rotated, v)
+
+    def attend_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return windowed_attention(
+            rotate(q, chunk_angles), rotate(k, chunk_angles), v, kept[0], kept[1], window
+        )
+
+    prefix = block(prefix, block.modulate(prefix_embedding), attend_prefix)
+    x = block(x, block.modulate(noise_embedding), attend_chunks)
+    return prefix, x
+
+
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, prefix_k: Tensor, prefix_v: Tensor, window: int
+) -> Tensor:
+    """q, k, v: (2B, K, S, H, D); prefix: (B, P, H, D) -> (2B, K, S, H x D)."""
+    half, chunks = len(q) // 2, q.shape[1]
+    context_k, context_v = k[:half].repeat(2, 1, 1, 1, 1), v[:half].repeat(2, 1, 1, 1, 1)
+    prefix_k, prefix_v = prefix_k.repeat(2, 1, 1, 1), prefix_v.repeat(2, 1, 1, 1)
+
+    def seen(prefix: Tensor, context: Tensor, own: Tensor, chunk: int) -> Tensor:
+        return torch.cat([prefix, context[:, :chunk].flatten(1, 2), own[:, chunk]], dim=1)
+
+    early = [
+        attention(q[:, i], seen(prefix_k, context_k, k, i), seen(prefix_v, context_v, v, i))
+        for i in range(window - 1)
+    ]
+    steady = chunks - window + 1
+
+    def windows(prefix: Tensor, context: Tensor, own: Tensor) -> Tensor:
+        past = [context[:, i : i + steady] for i in range(window - 1)]
+        first = prefix[:, None].expand(-1, steady, -1, -1, -1)
+        return torch.cat([first, *past, own[:, window - 1 :]], dim=2).flatten(0, 1)
+
+    late = attention(
+        q[:, window - 1 :].flatten(0, 1),
+        windows(prefix_k, context_k, k),
+        windows(prefix_v, context_v, v),
+    ).unflatten(0, (-1, steady))
+    return torch.cat([torch.stack(early, dim=1), late], dim=1)
+
+
+class TrainingPass:
+    """The transformer over whole clips, computing what the cached steps would."""
+
+    def __init__(self, dit: CharacterDiT, *, compiled: bool) -> None:
+        self.dit = dit
+        self.positions: RotaryPositions = rotary_positions(dit.config, dit.place.device)
+        self._block = (
+            torch.compile(training_block, dynamic=False) if compiled else training_block
+        )
+
+    def __call__(
+        self,
+        images: Tensor,
+        noisy: Tensor,
+        levels: Tensor,
+        mel: Tensor,
+        controls: Tensor,
+        offset: Tensor,
+    ) -> Tensor:
+        """images (B, 3, H, W); noisy (2B, K, V, C) and levels (2B, K): context, then denoised;
+        mel (B, K, ...), controls (B, K, frames, 7), offset (B,) steps -> x0 (2B, K, V, C)."""
+        dit, chunks = self.dit, noisy.shape[1]
+        condition = dit.condition_on_mel(mel.flatten(0, 1), controls.flatten(0, 1))
+        tokens, bias = (
+            part.unflatten(0, (-1, chunks)).repeat(2, 1, 1, 1) for part in condition
+        )
+        x = dit.embed_chunk(noisy, StepCondition(tokens, bias))
+        prefix = dit.embed_prefix(images)
+        times = offset[:, None] + 1 + torch.arange(chunks, device=offset.device)
+        angles = self.positions.chunk(times).repeat(2, 1, 1, 1)
+        embedding = dit.noise_embedding(levels)[..., None, :]
+        for block in dit.blocks:
+            prefix, x = self._block(
+                block,
+                prefix,
+                x,
+                dit.prefix_embedding,
+                embedding,
+                self.positions.prefix(),
+                angles,
+                dit.config.window_chunks,
+            )
+        video = x[..., : dit.config.video_tokens, :]
+        result: Tensor = dit.final(video, *dit.final.modulate(embedding))
+        return result.float()
+
+
+def sample_levels(
+    model: ModelConfig, count: int, chunks: int, generator: torch.Generator
+) -> Tensor:
+    """(2B, K): context near the last pass's level, denoised chunks over the served levels."""
+    device = generator.device
+
+    def uniform(low: float, high: float) -> Tensor:
+        drawn = torch.rand(count, chunks, generator=generator, device=device)
+        return low + (high - low) * drawn
+
+    last = model.noise_levels[-1]
+    context = torch.where(uniform(0, 1) < 0.7, last, uniform(0.05, last + 0.2))
+    served = torch.tensor(model.noise_levels[:-1], device=device)
+    which = torch.randint(0, len(served), (count, chunks), generator=generator, device=device)
+    denoised = torch.where(uniform(0, 1) < 0.25, uniform(last, 1.0), served[which])
+    return torch.cat([context, denoised])
+
+
+class RolloutContext:
+    """Latents that stand in for the true context: the model's own, refreshed group by group."""
+
+    def __init__(self, dit: CharacterDiT, pool: Pool, group: int, seed: int) -> None:
+        self.latents = pool.latents.clone()
+        self._dit, self._pool, self._group, self._seed = dit, pool, group, seed
+        self._turn = 0
+
+    @torch.no_grad()
+    def refresh(self, passes: int) -> None:
+        groups = len(self.latents) // self._group
+        rows = slice(self._turn % groups * self._group, (self._turn % groups + 1) * self._group)
+        clips = Clips(*(field[rows] for field in self._pool.clips))
+        self._dit.eval()
+        rolled = roll_out(
+            self._dit, clips, self._pool.references[rows], passes, self._seed + self._turn
+        )
+        for chunk, latent in enumerate(rolled):
+            self.latents[rows, chunk] = latent.to(self.latents.dtype)
+        self._dit.train()
+        self._turn += 1
+
+
+@torch.no_grad()
+def roll_out(
+    dit: CharacterDiT, clips: Clips, references: Tensor, passes: int, seed: int
+) -> Iterator[Tensor]:
+    """Serves all clips in step with each other; yields (N, V, C) for each chunk."""
+    denoiser = Denoiser(dit, dit.config, Optimizations(), batch=len(references))
+    controls = clips.idle_by_chunk(dit.config.frames_per_chunk)
+    device = references.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+        denoiser.start(references.float() / 255, seed)
+        for chunk in range(controls.shape[1]):
+            yield denoiser.step_on_mel(clips.mel[:, chunk], controls[:, chunk], passes)
+
+
+def train_dit(
+    model: ModelConfig,
+    autoencoder: Autoencoder,
+    source: ClipSource,
+    renderer: Renderer,
+    run: Path,
+    *,
+    teacher_seconds: float,
+    rollout_seconds: float,
+    pool_size: int,
+    pool_chunks: int,
+    batch: int,
+    chunks: int,
+    decoded: int,
+    rate: float,
+    seed: int,
+) -> tuple[CharacterDiT, Autoencoder]:
+    """Returns averaged weights of the transformer and of the decoder that was trained on."""
+    device = source.device
+    cuda = device.type == "cuda"
+    generator = torch.Generator(device=device).manual_seed(seed)
+    started = time.monotonic()
+    pool = encode_pool(autoencoder, source, renderer, pool_size, pool_chunks, generator)
+    say(
+        f"dit pool of {pool_size} clips in {time.monotonic() - started:.1f} s, latent deviation "
+        f"{pool.latents.float().std():.3f}, change {pool.latents.diff(dim=1).float().std():.3f}"
+    )
+    torch.manual_seed(seed)
+    dit = CharacterDiT(model).to(device).train()
+    training_pass = TrainingPass(dit, compiled=cuda)
+    painter = copy.deepcopy(autoencoder).train()
+    painter.encoder.requires_grad_(False)
+    painter.decoder.requires_grad_(True)
+    decode = torch.compile(painter.decode, dynamic=False) if cuda else painter.decode
+    adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
+    optimizer = MuonAdamW([dit], adam_only)
+    painter_optimizer = torch.optim.Adam(painter.decoder.parameters(), lr=2e-4, betas=(0.9, 0.98))
+    averages = (AveragedWeights(dit), AveragedWeights(painter.decoder))
+    context = RolloutContext(dit, pool, min(512, pool_size), seed)
+    log: list[dict[str, float]] = []
+    total = teacher_seconds + rollout_seconds
+    step = 0
+    started = time.monotonic()
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def integers(high: int, count: int) -> Tensor:
+        return torch.randint(0, high, (count,), generator=generator, device=device)
+
+    while (elapsed := time.monotonic() - started) < total:
+        rolling = elapsed > teacher_seconds
+        if rolling and step % 40 == 0:
+            context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
+        rows = integers(pool_size, batch)
+        first = integers(pool_chunks - chunks + 1, batch)
+        first = torch.where(torch.rand(batch, generator=generator, device=device) < 0.3, 0, first)
+        at = first[:, None] + torch.arange(chunks, device=device)
+        truth = pool.latents[rows[:, None], at].float()
+        known = context.latents[rows[:, None], at].float() if rolling else truth
+        mel = augment_mel(pool.clips.mel[rows[:, None], at], generator)
+        idle = pool.clips.idle_by_chunk(model.frames_per_chunk)[rows[:, None], at]
+        images = pool.references[rows].float() / 255
+        levels = sample_levels(model, batch, chunks, generator)
+        mix = levels[..., None, None]
+        noisy = (1 - mix) * known.repeat(2, 1, 1, 1) + mix * draw(2 * batch, *truth.shape[1:])
+        offset = torch.where(first == 0, integers(2, batch) * 0, integers(36, batch)).float()
+
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+            clean = training_pass(images, noisy, levels, mel, idle, offset)
+        weight = (1 / levels.clamp(min=0.25))[..., None, None]
+        latent_loss = ((clean - truth.repeat(2, 1, 1, 1)).square() * weight).mean()
+        loss = LATENT_WEIGHT * latent_loss
+        picture = torch.zeros((), device=device)
+        if step >= 200 or not cuda:
+            some = slice(0, decoded)
+            chunk = int(torch.randint(1, chunks, (1,)))
+            pair = clean[batch:][some, chunk - 1 : chunk + 1]
+            before = truth[some, chunk - 2] if chunk > 1 else torch.zeros_like(truth[some, 0])
+            frame = (first[some] + chunk - 1) * model.frames_per_chunk
+            times = frame[:, None] + torch.arange(2 * model.frames_per_chunk, device=device)
+            part = Clips(*(field[rows[some]] for field in pool.clips))
+            part = part._replace(controls=part.controls.gather(
+                1, times[..., None].expand(-1, -1, part.controls.shape[-1])
+            ))
+            with torch.no_grad():
+                shown = render_clips(renderer, part).float()
+                weights = region_weights(part)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+                made = decode(pair, images[some], before)
+            picture = picture_loss(made, shown, weights)
+            loss = loss + PICTURE_WEIGHT * picture
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(painter.decoder.parameters(), 1.0)
+        fall = 0.5 + 0.5 * math.cos(math.pi * min(1.0, elapsed / total))
+        now = min(1.0, (step + 1) / 150) * max(0.02, fall)
+        optimizer.step(rate * now)
+        for group in painter_optimizer.param_groups:
+            group["lr"] = 3e-4 * now
+        painter_optimizer.step()
+        painter_optimizer.zero_grad(set_to_none=True)
+        for average in averages:
+            average.update()
+        step += 1
+        if step % 200 == 0 or step <= 3 or step == 201:
+            entry = {
+                "step": step,
+                "seconds": elapsed,
+                "latent": latent_loss.item(),
+                "context": (clean[:batch] - truth).square().mean().item(),
+                "denoised": (clean[batch:] - truth).square().mean().item(),
+                "picture": float(picture.item()),
+            }
+            log.append(entry)
+            say("dit " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()))
+    averages[0].copy_to(dit)
+    averages[1].copy_to(painter.decoder)
+    curves: dict[str, Any] = {"log": log, "steps": step}
+    (run / "dit.json").write_text(json.dumps(curves))
+    return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False)

@@ -1,0 +1,44 @@
+"""The training pass over whole clips computes what the served, cached steps compute."""
+
+from __future__ import annotations
+
+import torch
+
+from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.model.dit import CharacterDiT
+from characters_serve.model.kv_cache import make_cache
+from scripts.train_tiny.train_dit import TrainingPass
+
+CHUNKS = 8
+
+
+@torch.no_grad()
+def test_training_pass_equals_cached_steps() -> None:
+    torch.manual_seed(0)
+    model = ModelConfig(dim=64, num_blocks=2, num_heads=1, mlp_dim=128)
+    dit = CharacterDiT(model).eval()
+    for parameter in dit.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.05)
+    images = torch.rand(2, 3, model.height, model.width)
+    mel = torch.randn(2, CHUNKS, 28, model.audio.num_mels)
+    controls = torch.randn(2, CHUNKS, model.frames_per_chunk, model.num_controls)
+    context = torch.randn(2, CHUNKS, model.video_tokens, model.token_channels)
+    denoised = torch.randn_like(context)
+    levels = torch.tensor([0.25, 0.75]).repeat_interleave(2)[:, None].expand(-1, CHUNKS)
+
+    whole = TrainingPass(dit, compiled=False)(
+        images, torch.cat([context, denoised]), levels, mel, controls, torch.zeros(2)
+    )
+
+    cache = make_cache(model, Optimizations(), batch=2)
+    dit.write_prefix(images, cache)
+    for chunk in range(CHUNKS):
+        condition = dit.condition_on_mel(mel[:, chunk], controls[:, chunk])
+        cache.begin_step()
+        for stream, level in ((denoised, 0.75), (context, 0.25)):
+            stepped = dit(
+                stream[:, chunk], dit.modulate(torch.tensor(level)), condition, cache, 0
+            )
+            part = whole[2:] if stream is denoised else whole[:2]
+            torch.testing.assert_close(part[:, chunk], stepped, rtol=1e-4, atol=1e-5)
