@@ -34,7 +34,7 @@ const RECONNECT_DELAYS_MS = [0, 300, 1200, 2700, 4800];
 const RECONNECT_LIMIT_MS = 20_000;
 const CONNECT_TIMEOUT_MS = 15_000;
 const TAKEOVER_TIMEOUT_MS = 6000;
-const POLL_PERIOD_MS = 500;
+const POLL_PERIODS_MS = [100, 200, 300, 500]; // a prepared group is ready within milliseconds
 const START_TIMEOUT_MS = 180_000;
 // The server may ignore candidates (it learns them from the checks), so gathering is barely awaited.
 const GATHER_TIMEOUT_MS = 150;
@@ -117,6 +117,7 @@ export class CharacterSession extends EventTarget {
   // Aborted when the session is over: every timer, listener and request of ours hangs on it.
   #life = new AbortController();
   #turns = new Turns();
+  #characterSpeaks = false;
 
   /** @param {{baseUrl?: string, serverKey?: string}} [options] serverKey: only where the page may hold it */
   constructor({ baseUrl = "", serverKey } = {}) {
@@ -338,16 +339,16 @@ export class CharacterSession extends EventTarget {
     const deadlineMs = performance.now() + START_TIMEOUT_MS;
     let reason = "";
     let failures = 0;
-    for (;;) {
+    for (let polls = 0; ; polls++) {
       if (status === "ready" || status === "live" || status === "reconnecting") return;
       if (["ending", "ended", "failed"].includes(status)) {
-        throw new CharacterError("session-over", reason || "The server could not prepare the character.");
+        throw new CharacterError("session-over", sentence(reason) || "The server could not prepare the character.");
       }
       this.#setState(status === "queued" ? "queued" : "starting", { reason });
       if (performance.now() > deadlineMs) {
         throw new CharacterError("start-timeout", "The character was not ready in time.");
       }
-      await this.#sleep(POLL_PERIOD_MS);
+      await this.#sleep(POLL_PERIODS_MS[Math.min(polls, POLL_PERIODS_MS.length - 1)]);
       this.#throwIfFinished();
       try {
         ({ status, reason = "" } = await this.#status());
@@ -527,7 +528,7 @@ export class CharacterSession extends EventTarget {
     this.#pc = this.#events = this.#probe = this.#audioSender = null;
     this.#lastBytes = { bytes: 0, atMs: 0 };
     pc?.close();
-    if (this.#turns.open("character")) this.#characterStopped(true, null);
+    this.#characterStopped(true, null);
   }
 
   // ------------------------------------------------------------------ server events
@@ -552,6 +553,7 @@ export class CharacterSession extends EventTarget {
       }
       case "bot-started-speaking":
         this.#turns.start("character");
+        this.#characterSpeaks = true;
         return this.#emit("speaking", { who: "character", speaking: true });
       case "bot-transcription":
         return this.#emit("transcript", this.#turns.add("character", data.text ?? ""));
@@ -560,10 +562,10 @@ export class CharacterSession extends EventTarget {
       case "bot-interrupted":
         return this.#characterStopped(true, data.position_ms ?? null);
       case "metrics":
-        this.#metrics = { ...this.#metrics, ...data };
+        this.#metrics = { ...this.#metrics, ...data, rtt_ms: this.#metrics.rtt_ms }; // ours is newer
         return this.#emit("metrics", { ...this.#metrics });
       case "error":
-        return this.#emit("error", new CharacterError("server", data.message ?? "The server reported a problem.", { fatal: false }));
+        return this.#emit("error", serverError(data.message));
       case "server-message":
         if (data.kind !== "session-ending") return;
         this.#endingReason = data.reason ?? "";
@@ -578,6 +580,9 @@ export class CharacterSession extends EventTarget {
   #characterStopped(interrupted, positionMs) {
     const turn = this.#turns.close("character", interrupted);
     if (turn) this.#emit("transcript", turn);
+    // An interruption is told twice: at once, and again when its last sound has been played.
+    if (!this.#characterSpeaks) return;
+    this.#characterSpeaks = false;
     this.#emit("speaking", { who: "character", speaking: false, interrupted, positionMs });
   }
 
@@ -736,11 +741,6 @@ class Turns {
   #typed = { text: "", atMs: -Infinity };
 
   /** @param {string} role */
-  open(role) {
-    return this.#current[role];
-  }
-
-  /** @param {string} role */
   start(role) {
     // Its text may arrive a moment before the speaker is said to have started.
     this.#current[role] ??= { turn: this.#next++, text: "" };
@@ -822,7 +822,7 @@ async function request(url, { method = "GET", token, body, signal, keepalive = f
   const retryAfterS = Number.parseInt(response.headers.get("Retry-After") ?? "", 10);
   const busy = response.status === 503 || response.status === 429;
   const title = problem.title ?? `The server answered ${response.status}.`;
-  throw new CharacterError(busy ? "busy" : "http", problem.detail ?? title, {
+  throw new CharacterError(busy ? "busy" : "http", sentence(problem.detail ?? title), {
     status: response.status,
     field: problem.field ?? null,
     retryAfterS: Number.isFinite(retryAfterS) ? retryAfterS : null,
@@ -859,6 +859,12 @@ function asCharacterError(cause) {
   return new CharacterError("connect-failed", cause instanceof Error ? cause.message : String(cause));
 }
 
+/** @param {string|undefined} message */
+function serverError(message) {
+  const words = sentence(message ?? "") || "The server reported a problem.";
+  return new CharacterError("server", words, { fatal: false });
+}
+
 /** @param {any} entry an inbound-rtp report */
 function meanDelayMs(entry) {
   return entry.jitterBufferEmittedCount
@@ -891,6 +897,11 @@ function parseJson(text) {
   } catch {
     return null;
   }
+}
+
+/** @param {string} words */
+function sentence(words) {
+  return words && `${words[0].toUpperCase()}${words.slice(1).replace(/\.$/, "")}.`;
 }
 
 function newId() {

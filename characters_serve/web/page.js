@@ -25,16 +25,21 @@ const STATE_WORDS = {
   failed: "Not connected",
 };
 
+// Reasons that the server gives, in the page's words; any other is shown as it came.
+const ENDING_WORDS = {
+  "maximum duration": "The time limit is near.",
+  "idle timeout": "Nobody has spoken for a while. Say something to go on.",
+};
+
 const END_WORDS = {
-  max_duration: "It reached the time limit.",
-  idle_timeout: "Nobody spoke for a while.",
-  drain: "The server is being updated. You can start again in a moment.",
-  shutdown: "The server is being restarted. You can start again in a moment.",
+  "maximum duration": "It reached the time limit.",
+  "idle timeout": "Nobody spoke for a while.",
+  "session-over": "The server has closed it.",
 };
 
 /** @type {{kind: "preset"|"upload", id: string, name: string, style: string, blurb: string, image?: any}|null} */
 let selected = null;
-/** @type {{blob: Blob, name: string, bitmap: ImageBitmap}|null} */
+/** @type {{blob: Blob, bitmap: ImageBitmap}|null} */
 let upload = null;
 /** @type {CharacterSession|null} */
 let session = null;
@@ -53,7 +58,8 @@ async function loadCharacters() {
     const characters = await CharacterSession.listCharacters({ serverKey });
     cards.replaceChildren(...characters.map((character) => card({ kind: "preset", ...character })));
     if (characters.length) select(cards.querySelector("input"));
-    else $("picker-hint").textContent = "This server has no presets; use an image of your own.";
+    else setText("picker-hint", "This server has no presets; use an image of your own.");
+    show("picker-hint", characters.length === 0);
   } catch (error) {
     cards.replaceChildren();
     showNotice({
@@ -141,13 +147,12 @@ async function useImage(file) {
   } catch {
     return complain("That image could not be read", "The file may be damaged. Try another one.");
   }
-  const name = file instanceof File && file.name ? file.name.replace(/\.[^.]+$/, "").slice(0, 40) : "Your image";
-  upload = { bitmap, name, blob: await shrink(file, bitmap) };
+  upload = { bitmap, blob: await shrink(file, bitmap) };
   document.querySelector('[data-testid="gallery-card-upload"]')?.remove();
   const own = card({
     kind: "upload",
     id: "upload",
-    name,
+    name: "Your character",
     style: "your image",
     blurb: "Drawn characters work best; a photo may look odd.",
   });
@@ -188,14 +193,14 @@ async function talk({ mic }) {
   on("audioblocked", () => ($("unmute").hidden = false));
   on("error", onError);
   on("ended", onEnded);
-  const source = selected.kind === "upload" ? { image: upload?.blob, name: upload?.name } : { character: selected.id };
+  const source = selected.kind === "upload" ? { image: upload?.blob, name: $("upload-name").value.trim() || undefined } : { character: selected.id };
   await mine.start({ ...source, mic, video: $("video") }).catch(() => {}); // told by `error` and `ended`
 }
 
 function onState({ state: next, reason, inMs }) {
   if (next === "ending") {
     endingAtMs = performance.now() + inMs;
-    showNotice({ tone: "info", title: "This conversation is about to end", text: END_WORDS[reason] ?? reason });
+    showNotice({ tone: "info", title: "This conversation is about to end", text: wordsFor(reason, ENDING_WORDS) });
   } else {
     state = next;
   }
@@ -206,10 +211,10 @@ function onState({ state: next, reason, inMs }) {
     every(1000, drawClock);
     if (!$("stats").hidden) drawStats();
     every(1000, drawStats);
-    if (!session?.micStream) $("say-text").focus({ preventScroll: true });
   }
   if (next === "creating") startedWaitingMs = performance.now();
   draw();
+  if (next === "live" && !session?.micStream) $("say-text").focus({ preventScroll: true });
 }
 
 function onSpeaking({ who, speaking: isSpeaking }) {
@@ -228,7 +233,7 @@ function onError(error) {
   if (!microphone) return showNotice({ tone: "warn", title: "Something went wrong", text: error.message });
   showNotice({
     tone: "warn",
-    title: error.code === "mic-unavailable" ? "No microphone here" : error.message.replace(/\.$/, ""),
+    title: error.code === "mic-refused" ? "Microphone not allowed" : error.code === "mic-unavailable" ? "No microphone here" : error.message.replace(/\.$/, ""),
     text: microphone,
     action: { label: "Try again", run: async () => (await session?.setMic(true)) && hideNotice() },
   });
@@ -266,9 +271,14 @@ function explainEnd(reason, failed, error) {
   showNotice({
     tone: failed ? "bad" : "info",
     title: titles[reason] ?? "The conversation has ended",
-    text: error?.code === "network" ? "Check your connection and try again." : (error?.message ?? END_WORDS[reason] ?? reason),
+    text: error?.code === "network" ? "Check your connection and try again." : (error?.message ?? wordsFor(reason, END_WORDS)),
     action: again,
   });
+}
+
+function wordsFor(reason, words) {
+  const known = words[reason.replaceAll("_", " ").replace("max duration", "maximum duration")];
+  return known ?? (reason && `${reason[0].toUpperCase()}${reason.slice(1)}.`);
 }
 
 /** Says when a seat may be free and waits for a person to press the button: no retry of its own. */
@@ -329,7 +339,7 @@ function onTranscript({ role, turn, text, final, interrupted }) {
     bubble.id = id;
     bubble.dataset.role = role;
     bubble.append(
-      textNode("p", "who", role === "user" ? "You" : (selected?.name ?? "Character")),
+      textNode("p", "who", role === "user" ? "You" : characterName()),
       textNode("p", "words", ""),
     );
     captions.append(bubble);
@@ -422,7 +432,7 @@ function draw() {
   const speaker = !live ? "none" : speaking.character ? "character" : speaking.user ? "user" : "listening";
   $("frame").dataset.speaker = speaker;
   const liveWords = {
-    character: `${selected?.name ?? "The character"} is speaking`,
+    character: `${characterName()} is speaking`,
     user: "Listening to you",
     listening: session?.micStream && !session.muted ? "Live. Go ahead, speak" : "Live. Type to talk",
   };
@@ -434,12 +444,12 @@ function draw() {
   show("steps", preparing);
   drawSteps();
   show("about", !busy && selected !== null);
-  show("clock", talking);
+  show("corner", talking);
 
   show("talk", !busy);
   show("talk-text", !busy);
   $("talk").disabled = $("talk-text").disabled = !selected;
-  setText("talk-label", state === "ended" || state === "failed" ? "Talk again" : "Talk");
+  setText("talk-label", state === "ended" ? "Talk again" : "Talk");
   show("stop", busy);
   show("mute", talking);
   show("interrupt", talking);
@@ -447,17 +457,30 @@ function draw() {
   const hasMic = Boolean(session?.micStream);
   show("meter", talking && hasMic);
   const muted = Boolean(session?.muted);
-  setText("mute-label", !hasMic ? "Use microphone" : muted ? "Unmute" : "Mute");
+  setText("mute-label", !hasMic ? "Use mic" : muted ? "Unmute" : "Mute");
   $("mute").setAttribute("aria-pressed", String(hasMic && muted));
   $("mute-icon").setAttribute("href", hasMic && !muted ? "#i-mic" : "#i-mic-off");
   $("meter").classList.toggle("muted", muted);
-  show("stats-toggle", talking);
   if (!talking) toggleStats(false);
 
   $("gallery").disabled = busy;
-  setText("picker-hint", busy ? "Stop the conversation to choose another one." : "");
+  show("upload-name-field", selected?.kind === "upload");
+  setText("empty", emptyWords(preparing, live));
   $("say-text").disabled = $("say-send").disabled = !live;
-  $("say-text").placeholder = live ? `Write to ${selected?.name ?? "the character"}` : "Or type here";
+  $("say-text").placeholder = live ? "Write a message" : "Or type here";
+}
+
+function emptyWords(preparing, live) {
+  const name = characterName();
+  if (preparing) return `${name} is getting ready.`;
+  if (live) return session?.micStream ? "Go ahead, say hello." : "Write something below to begin.";
+  return "Press Talk and say hello. You can interrupt at any time, just by speaking.";
+}
+
+/** An image of your own is called what you called it. */
+function characterName() {
+  const given = selected?.kind === "upload" ? $("upload-name").value.trim() : "";
+  return given || selected?.name || "The character";
 }
 
 function drawSteps() {
