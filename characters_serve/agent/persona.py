@@ -48,6 +48,9 @@ _NOT_NAMES = (
     "a an the not so very really just fine good great well happy sad tired bored sick lonely here "
     "back sorry sure okay from in at on glad doing going looking trying hungry cold hot afraid busy"
 )
+_NO_QUESTION_AFTER = frozenset({"goodbye", "repeat", "stop", "insult"})
+# Facts with questions of their own.
+_ASKED_FACTS = frozenset({"age", "home", "job", "favorite color", "favorite food", "fun fact"})
 _QUESTIONS_BACK: dict[str, tuple[str, ...]] = {
     "name": ("What is your name?", "And what shall I call you?", "May I ask your name?"),
     "likes": ("What do you like to do?", "And what do you enjoy?", "What makes you happy?"),
@@ -101,12 +104,12 @@ class ScriptedPersona:
             self._learn(text)
             or self._sum(text)
             or self._opinion(text)
-            or self._understood(text, now, asked)
-            or self._answer_to(asked, text)
             or self._about_fact(text)
+            or self._understood(text, now)
+            or self._answer_to(asked, text)
             or self._echo(text)
         )
-        if self._last_topic != "goodbye":
+        if self._last_topic not in _NO_QUESTION_AFTER:
             answer = self._maybe_ask_back(answer)
         return self._remember(answer)
 
@@ -239,7 +242,7 @@ class ScriptedPersona:
             ),
         )
 
-    def _understood(self, text: str, now: datetime, asked: str | None) -> str | None:
+    def _understood(self, text: str, now: datetime) -> str | None:
         understood = understand(text)
         if understood is None:
             return None
@@ -256,8 +259,6 @@ class ScriptedPersona:
                 return self._last_reply or "I have not said anything yet."
             case "ask_age" | "ask_home" | "ask_job" | "ask_color" | "ask_food":
                 return self._fact(intent.removeprefix("ask_"))
-            case "yes" | "no" if asked == "likes":
-                return None
             case _:
                 return self._pick(intent, self._wordings(intent, now))
 
@@ -418,7 +419,7 @@ class ScriptedPersona:
         words = text.split()
         for key, value in self._facts.items():
             last = key.split()[-1]
-            if len(last) >= 3 and any(alike(last, word) >= 0.85 for word in words):
+            if key not in _ASKED_FACTS and len(last) >= 3 and "your" in words and last in words:
                 if _is_sentence(value):
                     return _as_sentence(value)
                 key = key.replace("favorite", "favourite").replace("color", "colour")
@@ -540,5 +541,6 @@ _TURNED_BACK = {"you": "me", "your": "my", "yours": "mine", "yourself": "myself"
 
 
 def _to_you(text: str) -> str:
-    """The user's words from the character's side: "my dog and you" is "your dog and me"."""
-    return " ".join(_TURNED.get(word) or _TURNED_BACK.get(word) or word for word in text.split())
+    """The user's words from the character's side: "my 2 dogs and you" is "your two dogs and me"."""
+    words = [_TURNED.get(word) or _TURNED_BACK.get(word) or word for word in text.split()]
+    return " ".join(re.sub(r"\d{1,9}", lambda m: number_words(int(m[0])), word) for word in words)

@@ -1,0 +1,112 @@
+"""Turn logic on invented probabilities: no audio, no model, no clock."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
+
+RULES = TurnRules(end_silence_s=0.5, barge_in_s=0.12)
+WINDOW_S = RULES.window_s
+
+
+def play(
+    probabilities: list[float], *, over_voice: bool = False, rules: TurnRules = RULES
+) -> list[tuple[float, TurnEvent]]:
+    """Each event with the second of audio at which it came."""
+    detector = TurnDetector(rules)
+    return [
+        (round((index + 1) * rules.window_s, 3), event)
+        for index, probability in enumerate(probabilities)
+        for event in detector.step(probability, over_voice)
+    ]
+
+
+def windows(seconds: float, probability: float) -> list[float]:
+    return [probability] * round(seconds / WINDOW_S)
+
+
+def test_one_turn_starts_pauses_and_ends() -> None:
+    events = play(windows(0.32, 0.02) + windows(1.024, 0.95) + windows(0.64, 0.02))
+    assert [event for _, event in events] == [
+        TurnEvent.STARTED,
+        TurnEvent.PAUSED,
+        TurnEvent.ENDED,
+    ]
+    started, paused, ended = (second for second, _ in events)
+    assert started == 0.384
+    assert abs(paused - 1.344 - 0.2) <= WINDOW_S
+    assert abs(ended - 1.344 - 0.5) <= WINDOW_S
+
+
+def test_a_breath_inside_a_sentence_does_not_end_the_turn() -> None:
+    events = play(windows(0.5, 0.9) + windows(0.4, 0.05) + windows(0.5, 0.9) + windows(0.6, 0.05))
+    assert [event for _, event in events] == [
+        TurnEvent.STARTED,
+        TurnEvent.PAUSED,
+        TurnEvent.RESUMED,
+        TurnEvent.PAUSED,
+        TurnEvent.ENDED,
+    ]
+
+
+def test_a_click_starts_nothing_and_a_cough_is_discarded() -> None:
+    assert play([0.0, 0.9, 0.0, 0.9, 0.0] * 10) == []
+    events = play(windows(0.096, 0.9) + windows(0.6, 0.0))
+    assert [event for _, event in events][-1] is TurnEvent.DISCARDED
+
+
+def test_barge_in_needs_lasting_speech_and_comes_within_its_time() -> None:
+    events = play(windows(0.32, 0.1) + windows(1.0, 0.95), over_voice=True)
+    barge_ins = [second for second, event in events if event is TurnEvent.BARGE_IN]
+    assert barge_ins == [round(0.32 + 0.128, 3)]
+
+
+def test_echo_between_the_thresholds_never_interrupts_the_character() -> None:
+    echo = [0.3, 0.5, 0.65, 0.6, 0.2, 0.68, 0.1] * 30
+    assert play(echo, over_voice=True) == []
+    assert play(echo, over_voice=False), "the same sound does count while the character listens"
+
+
+def test_short_loud_bursts_over_the_voice_do_not_add_up() -> None:
+    bursts = (windows(0.064, 0.95) + windows(0.1, 0.1)) * 10
+    assert TurnEvent.BARGE_IN not in [event for _, event in play(bursts, over_voice=True)]
+
+
+def test_a_dip_between_the_thresholds_does_not_restart_the_barge_in() -> None:
+    events = play([0.9, 0.9, 0.5, 0.9, 0.9], over_voice=True)
+    assert [event for _, event in events] == [TurnEvent.STARTED, TurnEvent.BARGE_IN]
+
+
+def test_one_turn_barges_in_once_for_each_time_the_character_speaks() -> None:
+    detector = TurnDetector(RULES)
+    speaking = [False] * 10 + [True] * 10 + [False] * 5 + [True] * 10
+    events = [event for flag in speaking for event in detector.step(0.95, flag)]
+    assert events.count(TurnEvent.BARGE_IN) == 2
+    assert events.count(TurnEvent.STARTED) == 1
+
+
+def test_noise_between_the_thresholds_cannot_resume_a_paused_turn() -> None:
+    events = play(windows(0.5, 0.9) + windows(0.25, 0.1) + windows(3.0, 0.45))
+    assert [event for _, event in events][-1] is TurnEvent.ENDED
+
+
+def test_a_turn_without_an_end_is_ended() -> None:
+    events = play(windows(31.0, 0.9))
+    assert TurnEvent.ENDED in [event for _, event in events]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))
+def test_events_always_alternate(steps: list[tuple[float, bool]]) -> None:
+    detector = TurnDetector(RULES)
+    inside = False
+    for probability, over_voice in steps:
+        for event in detector.step(probability, over_voice):
+            if event is TurnEvent.STARTED:
+                assert not inside
+                inside = True
+            else:
+                assert inside
+                inside = event not in (TurnEvent.ENDED, TurnEvent.DISCARDED)
+        assert detector.in_turn == inside
