@@ -90,13 +90,17 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             lifespan="on",
             timeout_graceful_shutdown=SHUTDOWN_REQUESTS_S,
         )
     )
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass  # uvicorn has stopped everything by now, and only then passes Ctrl-C on
     return 0 if server.started else EXIT_FAILED
 
 
