@@ -1,0 +1,210 @@
+"""`characters serve` as people run it: the real session host, a real WebRTC peer, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from aiortc import RTCPeerConnection, RTCSessionDescription
+from aiortc.mediastreams import AudioStreamTrack
+
+from characters_serve import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    def __init__(self, process: asyncio.subprocess.Process, run_dir: Path) -> None:
+        self.process = process
+        self.run_dir = run_dir
+        self.url = ""
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(30):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def server(run_dir: Path, *overrides: str, ready: bool = True) -> AsyncIterator[Server]:
+    settings = [
+        "engine.kind=pattern",
+        "agent.kind=none",
+        "server.port=0",
+        f"server.run_dir={run_dir}",
+        "fleet.stop_timeout_s=3",
+        *overrides,
+    ]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "characters_serve.cli",
+        "serve",
+        *(part for setting in settings for part in ("--set", setting)),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    running = Server(process, run_dir)
+    try:
+        async with asyncio.timeout(60):
+            first = (await process.stdout.readline()).decode()
+            found = re.search(r"http://\S+:\d+", first)
+            assert found is not None, first
+            running.url = found[0]
+            while ready and not (await process.stdout.readline()).startswith(b"Open http://"):
+                pass
+        yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        process._transport.close()  # type: ignore[attr-defined]
+
+
+def left_over(run_dir: Path) -> list[str]:
+    return [path.name for path in run_dir.glob("g*")]
+
+
+async def connect(http: httpx.AsyncClient) -> tuple[dict[str, Any], RTCPeerConnection]:
+    created = await http.post("/v1/sessions", json={"character": "mira"})
+    assert created.status_code == 201, created.text
+    session = created.json()
+    peer = RTCPeerConnection()
+    peer.addTrack(AudioStreamTrack())
+    peer.addTransceiver("video", direction="recvonly")
+    peer.createDataChannel("events")
+    peer.createDataChannel("probe", ordered=False, maxRetransmits=0)
+    await peer.setLocalDescription(await peer.createOffer())
+    answer = await http.post(
+        f"/v1/sessions/{session['id']}/webrtc",
+        content=peer.localDescription.sdp,
+        headers={"Content-Type": "application/sdp", **secret_of(session)},
+    )
+    assert answer.status_code == 201, answer.text
+    await peer.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+    return session, peer
+
+
+def secret_of(session: dict[str, Any]) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session['client_secret']['value']}"}
+
+
+async def reach(http: httpx.AsyncClient, session: dict[str, Any], state: str) -> dict[str, Any]:
+    async with asyncio.timeout(20):
+        while True:
+            response = await http.get(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+            if response.json()["status"] == state:
+                return dict(response.json())
+            await asyncio.sleep(0.1)
+
+
+async def free_again(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(40):
+        while (await http.get("/healthz/ready")).json()["free"] != 1:
+            await asyncio.sleep(0.1)
+
+
+async def test_a_peer_sees_the_character_and_leaves_no_trace(tmp_path: Path) -> None:
+    async with server(tmp_path) as running, httpx.AsyncClient(base_url=running.url) as http:
+        assert "<html" in (await http.get("/")).text
+        for _ in range(2):
+            session, peer = await connect(http)
+            video = next(t.receiver.track for t in peer.getTransceivers() if t.kind == "video")
+            async with asyncio.timeout(20):
+                frame = await video.recv()
+            assert (frame.width, frame.height) == (384, 256)
+            await reach(http, session, "live")
+            response = await http.delete(
+                f"/v1/sessions/{session['id']}", headers=secret_of(session)
+            )
+            assert response.status_code == 204
+            await peer.close()
+            await free_again(http)
+        text = (await http.get("/metrics")).text
+        assert 'characters_sessions{state="live"} 0.0' in text
+        assert 'characters_groups{state="ready"} 1.0' in text
+        children = running.descendants()
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() in (0, -signal.SIGTERM)
+    assert left_over(tmp_path) == [] and not any(child.is_running() for child in children)
+
+
+async def test_a_killed_host_fails_its_session_and_the_next_one_works(tmp_path: Path) -> None:
+    async with server(tmp_path) as running, httpx.AsyncClient(base_url=running.url) as http:
+        session, peer = await connect(http)
+        await reach(http, session, "live")
+        host = psutil.Process(running.process.pid).children()[0]
+        orphans = host.children(recursive=True)
+        host.kill()
+        assert "exited with code -9" in (await reach(http, session, "failed"))["reason"]
+        await peer.close()
+        await free_again(http)
+        assert not any(child.is_running() for child in orphans), "the engine died with its host"
+        session, peer = await connect(http)
+        await reach(http, session, "live")
+        await peer.close()
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["ready", "starting"])
+async def test_ctrl_c_ends_everything(tmp_path: Path, ready: bool) -> None:
+    async with server(tmp_path, ready=ready) as running:
+        if not ready:
+            await asyncio.sleep(0.5)
+        children = running.descendants()
+        os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
+        assert await running.ended() == 0
+    assert left_over(tmp_path) == [] and not any(child.is_running() for child in children)
+
+
+async def test_when_the_server_is_killed_nothing_survives_it(tmp_path: Path) -> None:
+    async with server(tmp_path) as running:
+        children = running.descendants()
+        assert len(children) >= 2
+        running.process.kill()
+        await running.ended()
+        async with asyncio.timeout(10):
+            while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
+                await asyncio.sleep(0.05)
+
+
+def test_a_mistake_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--set", "server.prot=1"]) == cli.EXIT_CONFIG
+    assert capsys.readouterr().err == "characters: server.prot: there is no such setting\n"
+
+
+async def test_a_taken_port_is_named() -> None:
+    taken = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "characters_serve.cli", "serve", "--set", f"server.port={port}"),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    taken.close()
+    await taken.wait_closed()
+    assert process.returncode == cli.EXIT_CONFIG
+    assert b"server.port: cannot listen" in errors and b"already in use" in errors
+
+
+def test_doctor_says_what_will_run(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor", "--set", "engine.kind=pattern", "--set", "server.port=0"])
+    said = capsys.readouterr().out
+    assert "test pattern, 384 x 256 at 24 fps" in said
+    for subject in ("python", "torch", "cpu", "memory", "gpu", "FlashAttention-3", "multicast"):
+        assert subject in said
