@@ -120,7 +120,7 @@ function choose(character) {
   else $("portrait").src = character.image;
   $("portrait").alt = `${character.name}, ${character.style}`;
   $("about-name").textContent = character.name;
-  $("about-blurb").textContent = character.blurb;
+  $("about-blurb").textContent = character.blurb.match(/^.*?[.!?](?=\s|$)/s)?.[0] ?? character.blurb;
   draw();
 }
 
@@ -437,6 +437,7 @@ function draw() {
     listening: session?.micStream && !session.muted ? "Live. Go ahead, speak" : "Live. Type to talk",
   };
   setText("state-text", live ? liveWords[speaker] : STATE_WORDS[state]);
+  setText("announce", live ? "Connected" : STATE_WORDS[state]);
   $("state").dataset.tone = live ? "live" : preparing || state === "reconnecting" ? "busy" : "calm";
 
   show("progress", preparing || state === "reconnecting");
@@ -465,7 +466,8 @@ function draw() {
 
   $("gallery").disabled = busy;
   show("upload-name-field", selected?.kind === "upload");
-  setText("empty", emptyWords(preparing, live));
+  setText("persona", busy || selected?.kind !== "preset" ? "" : selected.blurb);
+  setText("empty-text", emptyWords(preparing, live));
   $("say-text").disabled = $("say-send").disabled = !live;
   $("say-text").placeholder = live ? "Write a message" : "Or type here";
 }

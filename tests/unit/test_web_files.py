@@ -1,0 +1,92 @@
+"""The page must work with no build step, no network but its own server, and a strict policy."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+WEB = Path(__file__).parents[2] / "characters_serve" / "web"
+FILES = sorted(path.name for path in WEB.iterdir())
+PAGE = (WEB / "index.html").read_text()
+SCRIPT = (WEB / "page.js").read_text()
+NAMESPACES = ("http://www.w3.org/2000/svg",)
+STABLE_TESTIDS = {
+    *("drop-zone", "talk", "stop", "mute", "interrupt", "state", "captions", "error", "stats"),
+    *("video", "say-text", "say-send", "file-input", "stats-toggle", "talk-text", "unmute"),
+}
+
+
+class _Elements(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, {name: value or "" for name, value in attrs}))
+
+    def values(self, attribute: str) -> list[str]:
+        return [attrs[attribute] for _, attrs in self.found if attribute in attrs]
+
+
+ELEMENTS = _Elements(PAGE)
+
+
+def test_the_files_are_the_ones_expected() -> None:
+    assert FILES == ["client.js", "icon.svg", "index.html", "page.js", "style.css"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_file_names_another_server(name: str) -> None:
+    text = (WEB / name).read_text()
+    for namespace in NAMESPACES:
+        text = text.replace(namespace, "")
+    assert not re.findall(r"""(?:https?:|wss?:|data:)//\S+|["'(]//[\w.-]+\.\w+""", text)
+    assert "@import" not in text
+
+
+def test_what_the_page_refers_to_exists() -> None:
+    references = ELEMENTS.values("src") + ELEMENTS.values("href")
+    files = [reference for reference in references if not reference.startswith("#")]
+    assert {"/style.css", "/page.js"} <= set(files)
+    for reference in files:
+        assert reference.startswith("/"), reference
+        assert (WEB / reference[1:]).is_file(), reference
+    ids = ELEMENTS.values("id")
+    for reference in references:
+        if reference.startswith("#"):
+            assert reference[1:] in ids, reference
+
+
+def test_modules_import_only_files_of_ours() -> None:
+    for name in ("client.js", "page.js"):
+        for module in re.findall(r'^import .*?from "(.+?)";', (WEB / name).read_text(), re.M):
+            assert (WEB / module.removeprefix("/")).is_file(), module
+    client = (WEB / "client.js").read_text()
+    assert not re.findall(r"^import ", client, re.M), "client.js must be usable alone"
+
+
+def test_ids_are_unique_and_cover_what_the_script_asks_for() -> None:
+    ids = ELEMENTS.values("id")
+    assert len(ids) == len(set(ids))
+    asked = re.findall(r"""(?:\$|show|setText)\("([\w-]+)\"""", SCRIPT)
+    assert asked
+    assert set(asked) <= set(ids)
+    for attribute in ("for", "aria-controls", "aria-labelledby", "aria-describedby"):
+        assert set(ELEMENTS.values(attribute)) <= set(ids)
+
+
+def test_nothing_inline_that_a_strict_policy_would_block() -> None:
+    for tag, attributes in ELEMENTS.found:
+        assert tag != "style"
+        assert "style" not in attributes
+        assert not [name for name in attributes if name.startswith("on")]
+        assert tag != "script" or "src" in attributes
+
+
+def test_stable_test_ids() -> None:
+    testids = ELEMENTS.values("data-testid")
+    assert len(testids) == len(set(testids))
+    assert set(testids) >= STABLE_TESTIDS
+    assert "gallery-card-${character.id}" in SCRIPT
