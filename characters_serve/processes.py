@@ -182,6 +182,8 @@ class ChildProcess:
 
 def _prepare_child(nice: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A terminal's Ctrl-C reaches the whole process group; the parent decides when a child ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if nice:
         os.nice(nice)
 

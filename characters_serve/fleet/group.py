@@ -34,7 +34,8 @@ from characters_serve.processes import ChildFailed, ChildProcess
 log = logging.getLogger(__name__)
 
 HOST_MODULE = "characters_serve.session.host"
-OPEN_TIMEOUT_S = 60.0
+# Of the reservation's time: an opening that hangs is given up before its reservation expires.
+OPEN_SHARE = 0.9
 OFFER_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 5.0
@@ -132,7 +133,7 @@ class Group:
             max_duration_s,
             self._config.session.idle_timeout_s,
         )
-        await self._request(request, OPEN_TIMEOUT_S)
+        await self._request(request, OPEN_SHARE * self._config.fleet.reserve_ttl_s)
 
     async def offer(self, session_id: str, sdp: str, takeover: bool) -> str:
         """Returns the answer's SDP."""

@@ -122,13 +122,17 @@ class LocalFleet:
             raise LeaseLost(f"{lease.group_id} no longer holds this session")
         return self._groups[lease.group_id]
 
-    def release(self, lease: Lease, reason: str) -> asyncio.Task[None] | None:
+    def release(
+        self, lease: Lease, reason: str, after: asyncio.Event | None = None
+    ) -> asyncio.Task[None] | None:
         """Ends the session on its host and makes the group free again; harmless when repeated."""
         if not self.pool.release(lease):
             return None
-        return self._spawn(self._reset(lease, reason))
+        return self._spawn(self._reset(lease, reason, after))
 
-    async def _reset(self, lease: Lease, reason: str) -> None:
+    async def _reset(self, lease: Lease, reason: str, after: asyncio.Event | None) -> None:
+        if after is not None:
+            await after.wait()
         group = self._groups.get(lease.group_id)
         if group is None:
             return  # it died in the meantime: pool.fail has taken the lease

@@ -67,6 +67,7 @@ class Session:
     ufrags: frozenset[str] = frozenset()
     offers: asyncio.Lock = field(default_factory=asyncio.Lock)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
@@ -101,14 +102,16 @@ class Sessions:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._spawn(self._sweep())
 
     async def stop(self, reason: str) -> None:
         """Ends every session; returns when their groups are clean or given up."""
-        releases = [self._finish(s, "ended", reason) for s in self._sessions.values() if not s.over]
-        await asyncio.gather(*(release for release in releases if release is not None))
+        for session in self._sessions.values():
+            self._finish(session, "ended", reason)
+        await asyncio.gather(*self._releases)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -210,6 +213,8 @@ class Sessions:
                 self._finish(session, "failed", "the reservation expired")
             elif session.state == "starting":
                 self._move(session, "ready", "")
+        finally:
+            session.opened.set()
 
     def _move(self, session: Session, state: State, reason: str) -> None:
         if session.over:
@@ -221,14 +226,16 @@ class Sessions:
         session.reason = reason
         session.moved.set()
 
-    def _finish(
-        self, session: Session, state: Literal["ended", "failed"], reason: str
-    ) -> asyncio.Task[None] | None:
+    def _finish(self, session: Session, state: Literal["ended", "failed"], reason: str) -> None:
         if session.over:
-            return None
+            return
         self._move(session, state, reason)
         self._metrics.sessions_ended.labels(state).inc()
-        return self._fleet.release(session.lease, reason)
+        # A host cannot close what it has not opened yet, so the opening goes first.
+        release = self._fleet.release(session.lease, reason, after=session.opened)
+        if release is not None:
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
 
     def _check_open(self, session: Session) -> None:
         if session.over:

@@ -241,6 +241,15 @@ async def test_what_the_host_ends_is_ended(api: Api) -> None:
     await api.until(lambda: api.groups("ready"))
 
 
+async def test_a_session_ended_while_it_opens_is_closed_once_it_has(api: Api) -> None:
+    session = await api.create("slow")
+    await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    assert (await api.status(session))["status"] == "ended"
+    assert api.groups("ready") == 0
+    assert (await api.offer(await api.create())).status_code == 201
+    assert await api.metric("characters_groups_lost_total") == 0
+
+
 # ---------------------------------------------------------------- full, and faults
 
 
@@ -302,7 +311,7 @@ async def test_a_host_that_cannot_open_fails_the_session_and_frees_the_group(
 async def test_a_host_that_never_opens_is_replaced(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "OPEN_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(group_module, "OPEN_SHARE", 0.01)
     session = await api.create("hang")
     assert "no answer to OpenSession" in (await api.reach(session, "failed"))["reason"]
     await api.until(lambda: api.groups("ready"))

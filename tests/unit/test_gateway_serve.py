@@ -17,6 +17,7 @@ import psutil
 import pytest
 from aiortc import RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import AudioStreamTrack
+from av import VideoFrame
 
 from characters_serve import cli
 
@@ -126,7 +127,7 @@ async def test_a_peer_sees_the_character_and_leaves_no_trace(tmp_path: Path) -> 
             video = next(t.receiver.track for t in peer.getTransceivers() if t.kind == "video")
             async with asyncio.timeout(20):
                 frame = await video.recv()
-            assert (frame.width, frame.height) == (384, 256)
+            assert isinstance(frame, VideoFrame) and (frame.width, frame.height) == (384, 256)
             await reach(http, session, "live")
             response = await http.delete(
                 f"/v1/sessions/{session['id']}", headers=secret_of(session)
