@@ -1,7 +1,7 @@
 """Procedural talking characters, drawn with distance fields in torch.
 
 Everything a pixel needs is elementwise arithmetic on a table of per-picture parameters, so
-``torch.compile`` fuses a whole picture into a few kernels.  Picture coordinates: x in
+``torch.compile`` fuses each layer of a picture into a kernel or two.  Picture coordinates: x in
 [-1.5, 1.5] to the right, y in [-1, 1] down; one unit is 128 pixels.
 
 A character is a row of :data:`NUM_ATTRIBUTES` numbers in [0, 1]; a picture adds a control row of
@@ -26,13 +26,68 @@ PIXELS_PER_UNIT: Final = HEIGHT / 2
 CONTROL_NAMES: Final = (*IDLE_NAMES, *MOUTH_CONTROLS)
 NUM_CONTROLS: Final = len(CONTROL_NAMES)
 ATTRIBUTE_NAMES: Final = tuple(
-    """kind species style skin skin_tint age hair_colour hair_style fringe parting strands curl
-    iris iris_light eye_size eye_gap eye_height eye_shape eye_tilt lashes brow_thick brow_angle
-    brow_height face_width face_height jaw cheek nose_width nose_length nose_kind mouth_width
-    mouth_height lip_colour lip_thick smile ear_size ear_kind glasses glasses_kind beard moustache
-    freckles blush hat hat_colour cloth_hue cloth_saturation cloth_value cloth_kind cloth_accent
-    background background_hue background_saturation background_value background_seed light scale
-    offset earrings markings""".split()
+    [
+        "kind",
+        "species",
+        "style",
+        "skin",
+        "skin_tint",
+        "age",
+        "hair_colour",
+        "hair_style",
+        "fringe",
+        "parting",
+        "strands",
+        "curl",
+        "iris",
+        "iris_light",
+        "eye_size",
+        "eye_gap",
+        "eye_height",
+        "eye_shape",
+        "eye_tilt",
+        "lashes",
+        "brow_thick",
+        "brow_angle",
+        "brow_height",
+        "face_width",
+        "face_height",
+        "jaw",
+        "cheek",
+        "nose_width",
+        "nose_length",
+        "nose_kind",
+        "mouth_width",
+        "mouth_height",
+        "lip_colour",
+        "lip_thick",
+        "smile",
+        "ear_size",
+        "ear_kind",
+        "glasses",
+        "glasses_kind",
+        "beard",
+        "moustache",
+        "freckles",
+        "blush",
+        "hat",
+        "hat_colour",
+        "cloth_hue",
+        "cloth_saturation",
+        "cloth_value",
+        "cloth_kind",
+        "cloth_accent",
+        "background",
+        "background_hue",
+        "background_saturation",
+        "background_value",
+        "background_seed",
+        "light",
+        "scale",
+        "offset",
+        "earrings",
+        "markings",
+    ]
 )
 NUM_ATTRIBUTES: Final = len(ATTRIBUTE_NAMES)
 
@@ -974,9 +1029,50 @@ def _headwear(image: Colour, p: _Parameters, x: Tensor, y: Tensor) -> Colour:
     return _over(image, _scale(hat, 0.75 + 0 * hx), _cover(knot) * p["bow"])
 
 
-def _head(
-    image: Colour, p: _Parameters, x: Tensor, y: Tensor, body: Tensor
-) -> tuple[Colour, Tensor]:
+Planes = tuple[Tensor, ...]
+"""Planes of all pixels, each (n, HEIGHT, WIDTH): the picture's colours first, then what later
+layers need."""
+
+
+def _head_coordinates(p: _Parameters, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Coordinates that move, turn and grow with the head; it turns about its chin."""
+    dx, dy = (x - p["head_x"]) / p["scale"], (y - p["head_y"] - 0.55) / p["scale"]
+    return dx * p["cos"] + dy * p["sin"], dy * p["cos"] - dx * p["sin"] + 0.55
+
+
+def _face_coordinates(p: _Parameters, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Head coordinates with the parallax of a face in front of the axis the head turns about."""
+    hx, hy = _head_coordinates(p, x, y)
+    return hx - 0.10 * p["yaw"], hy - 0.06 * p["pitch"]
+
+
+def _layer_background(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Nothing -> picture."""
+    return tuple(_background(_Parameters(table), x, y))
+
+
+def _layer_back_hair(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture -> picture."""
+    p = _Parameters(table)
+    return tuple(_back_hair(list(planes), p, *_head_coordinates(p, x, y)))
+
+
+def _layer_body(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture -> picture, body distance."""
+    image, body = _body(list(planes), _Parameters(table), x, y)
+    return (*image, body)
+
+
+def _layer_ears(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture, body -> the same."""
+    p = _Parameters(table)
+    return (*_ears(list(planes[:3]), p, *_head_coordinates(p, x, y)), planes[3])
+
+
+def _layer_skin(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture, body -> picture with the head's shadow, face colours, head, shade, light."""
+    p = _Parameters(table)
+    x, y = _head_coordinates(p, x, y)
     skin, lx, ly, yaw, pitch = p.colour("skin"), p["light_x"], p["light_y"], p["yaw"], p["pitch"]
     face_height = p["face_height"]
     head, half = _head_distance(p, x, y)
@@ -1004,8 +1100,14 @@ def _head(
     )
     face = [f * (1.0 + fluff * p["animal"] * (1.0 - p["flat"])) for f in face]
 
-    fx, fy = x - 0.10 * yaw, y - 0.06 * pitch
-    # markings of animals: muzzle, cheeks, eye patch, stripes
+    drop = torch.exp(-(head.clamp(min=0.0) / 0.10).square()) * _cover(planes[3])
+    image = _tint(list(planes[:3]), (0.52, 0.46, 0.50), drop * 0.42)
+    return (*image, *face, head, shade, (lambert - 0.6) * 0.6)
+
+
+def _markings(face: Colour, p: _Parameters, fx: Tensor, fy: Tensor, shade: Tensor) -> Colour:
+    """Markings of animals (muzzle, cheeks, eye patch, stripes), blush, freckles and folds."""
+    yaw, face_height = p["yaw"], p["face_height"]
     muzzle_y = (p["nose_y"] + p["mouth_y"]) / 2 + 0.02
     mz_height = 0.150 + 0.5 * p["jaw_drop"]
     muzzle = _ellipse(fx - 0.03 * yaw, fy - muzzle_y, 0.225, mz_height)
@@ -1045,48 +1147,88 @@ def _head(
     )
     lines = lines * _soft(fx.abs() - 0.20, 0.12)
     face = _tint(face, (0.70, 0.56, 0.52), (fold * 0.6 + lines * 0.4) * p["old"])
+    return face
 
-    face = _beard(face, p, fx, fy, (lambert - 0.6) * 0.6)
-    face = _nose(face, p, fx, fy)
-    face = _mouth(face, p, fx, fy, shade)
-    face = _moustache(face, p, fx, fy)
-    face = _eyes(face, p, fx, fy, shade)
-    face = _brows(face, p, fx, fy)
+
+def _layer_markings(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture, face, head, shade, light -> the same, like the layers that follow."""
+    p = _Parameters(table)
+    face = _markings(list(planes[3:6]), p, *_face_coordinates(p, x, y), planes[7])
+    return (*planes[:3], *face, *planes[6:])
+
+
+def _layer_beard_and_nose(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    p = _Parameters(table)
+    fx, fy = _face_coordinates(p, x, y)
+    face = _beard(list(planes[3:6]), p, fx, fy, planes[8])
+    return (*planes[:3], *_nose(face, p, fx, fy), *planes[6:])
+
+
+def _layer_mouth(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    p = _Parameters(table)
+    fx, fy = _face_coordinates(p, x, y)
+    face = _mouth(list(planes[3:6]), p, fx, fy, planes[7])
+    return (*planes[:3], *_moustache(face, p, fx, fy), *planes[6:])
+
+
+def _layer_eyes(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    p = _Parameters(table)
+    face = _eyes(list(planes[3:6]), p, *_face_coordinates(p, x, y), planes[7])
+    return (*planes[:3], *face, *planes[6:])
+
+
+def _layer_face(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture, face, head, shade, light -> picture with the face in it, head."""
+    p = _Parameters(table)
+    fx, fy = _face_coordinates(p, x, y)
+    head = planes[6]
+    face = _brows(list(planes[3:6]), p, fx, fy)
     whisk_y = (fy - p["mouth_y"] + 0.05).abs() - 0.02 - 0.10 * (fx.abs() - 0.2)
     whiskers = torch.maximum(whisk_y.abs() - 0.003, (fx.abs() - 0.32).abs() - 0.12)
     face = _lighten(face, _cover(whiskers) * 0.6 * (p["cat"] + p["rabbit"]))
     outline = _soft(head.abs() - 0.008, 0.012)
     face = _tint(face, (0.42, 0.34, 0.34), outline * (0.10 + 0.55 * p["flat"]))
-    drop = torch.exp(-(head.clamp(min=0.0) / 0.10).square()) * _cover(body)
-    image = _tint(image, (0.52, 0.46, 0.50), drop * 0.42)
-    return _over(image, face, _cover(head)), head
+    return (*_over(list(planes[:3]), face, _cover(head)), head)
 
 
-def draw(table: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Pictures (n, 3, H, W) in [0, 1] of a parameter table (n, K) at coordinates x and y.
-
-    ``x`` is (1, 1, W) and ``y`` (1, H, 1), in picture units.
-    """
+def _layer_front_hair(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture, head -> picture."""
     p = _Parameters(table)
-    image = _background(p, x, y)
-    dx, dy = (x - p["head_x"]) / p["scale"], (y - p["head_y"] - 0.55) / p["scale"]
-    hx = dx * p["cos"] + dy * p["sin"]
-    hy = dy * p["cos"] - dx * p["sin"] + 0.55
-    image = _back_hair(image, p, hx, hy)
-    image, body = _body(image, p, x, y)
-    image = _ears(image, p, hx, hy)
-    image, head = _head(image, p, hx, hy, body)
-    image = _front_hair(image, p, hx, hy, head)
-    image = _glasses(image, p, hx - 0.105 * p["yaw"], hy - 0.06 * p["pitch"])
+    return tuple(_front_hair(list(planes[:3]), p, *_head_coordinates(p, x, y), planes[3]))
+
+
+def _layer_accessories(planes: Planes, table: Tensor, x: Tensor, y: Tensor) -> Planes:
+    """Picture -> finished picture in [0, 1]."""
+    p = _Parameters(table)
+    hx, hy = _head_coordinates(p, x, y)
+    image = _glasses(list(planes), p, hx - 0.105 * p["yaw"], hy - 0.06 * p["pitch"])
     image = _headwear(image, p, hx, hy)
-    tuft = _ellipse(
-        hx - 0.04 * p["yaw"], hy + p["face_height"] * 0.90, 0.13, 0.14
-    ) + 0.03 * torch.sin(hx * 46.0)
+    tuft_x, tuft_y = hx - 0.04 * p["yaw"], hy + p["face_height"] * 0.90
+    tuft = _ellipse(tuft_x, tuft_y, 0.13, 0.14) + 0.03 * torch.sin(hx * 46.0)
     tuft = torch.maximum(tuft, -hy - p["face_height"] * 1.14)
     fluffy = p["animal"] * (p["fringe0"] + p["fringe1"]) * (1.0 - p["bow"])
     image = _over(image, _scale(p.colour("skin"), 0.93 + 0 * hx), _cover(tuft) * fluffy)
     vignette = 1.0 - 0.07 * (x * x / 2.25 + y * y)
-    return torch.stack([(channel * vignette).clamp(0.0, 1.0) for channel in image], dim=1)
+    return tuple((channel * vignette).clamp(0.0, 1.0) for channel in image)
+
+
+Layer = Callable[[Planes, Tensor, Tensor, Tensor], Planes]
+LAYERS: Final[tuple[Layer, ...]] = (
+    _layer_background,
+    _layer_back_hair,
+    _layer_body,
+    _layer_ears,
+    _layer_skin,
+    _layer_markings,
+    _layer_beard_and_nose,
+    _layer_mouth,
+    _layer_eyes,
+    _layer_face,
+    _layer_front_hair,
+    _layer_accessories,
+)
+"""Painted in this order.  Each is compiled on its own: the compiler's time grows faster than the
+number of operations, while passing a few planes through memory costs little."""
 
 
 def pixel_grid(device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -1105,13 +1247,16 @@ class Renderer:
         self._x, self._y = pixel_grid(self._device)
         self._dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
 
-        def pictures(attributes: Tensor, controls: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            table = torch.stack(list(prepare(attributes, controls).values()), dim=1)
-            return draw(table, x, y).to(self._dtype)
-
-        self._draw: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = pictures
+        self._layers: list[Layer] = list(LAYERS)
         if compiled:
-            self._draw = torch.compile(pictures, fullgraph=True, dynamic=False)
+            self._layers = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in LAYERS]
+
+    def _draw(self, attributes: Tensor, controls: Tensor) -> Tensor:
+        table = torch.stack(list(prepare(attributes, controls).values()), dim=1)
+        planes: Planes = ()
+        for layer in self._layers:
+            planes = layer(planes, table, self._x, self._y)
+        return torch.stack(planes, dim=1).to(self._dtype)
 
     @torch.no_grad()
     def __call__(self, attributes: Tensor, controls: Tensor) -> Tensor:
@@ -1130,7 +1275,7 @@ class Renderer:
                 a = torch.cat([a, a[:1].expand(short, -1)])
                 c = torch.cat([c, c[:1].expand(short, -1)])
             with torch.autocast(self._device.type, enabled=False):
-                pieces.append(self._draw(a, c, self._x, self._y)[: self._batch - short])
+                pieces.append(self._draw(a, c)[: self._batch - short])
         return torch.cat(pieces)
 
 
