@@ -6,7 +6,6 @@ with the same seed and the same speech draws. Runs as fast as the machine allows
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Final
 
@@ -34,13 +33,6 @@ _LIMITED: Final = av.video.reformatter.ColorRange.MPEG
 
 class RenderError(ValueError):
     """Input that cannot be rendered; the message names the file and what is wrong with it."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--image", type=Path, required=True, help="PNG, JPEG or WebP of the face")
-    parser.add_argument("--audio", type=Path, required=True, help="any file with speech in it")
-    parser.add_argument("--out", type=Path, required=True, help="the MP4 to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
 
 
 def run_render(
