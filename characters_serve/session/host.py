@@ -263,6 +263,7 @@ class Host:
     async def _send_metrics(self) -> None:
         while True:
             await asyncio.sleep(METRICS_PERIOD_S)
+            self._counters.gauge("host_tasks", len(asyncio.all_tasks()))
             self._outbox.put_nowait(self._counters.take())
 
 

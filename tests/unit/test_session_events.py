@@ -103,7 +103,8 @@ def test_fifty_messages_a_second() -> None:
 
 
 def test_events_wait_for_the_channel_and_do_not_outlive_it() -> None:
-    events, sent = EventsChannel(), []
+    events = EventsChannel()
+    sent: list[str] = []
     events.emit("user-started-speaking")
     events.attach(sent.append, lambda: 0)
     events.emit("error", {"message": "no"}, "7")
@@ -116,7 +117,8 @@ def test_events_wait_for_the_channel_and_do_not_outlive_it() -> None:
 
 
 def test_a_client_that_does_not_read_loses_events_not_our_memory() -> None:
-    events, sent = EventsChannel(), []
+    events = EventsChannel()
+    sent: list[str] = []
     events.attach(sent.append, lambda: 10_000_000)
     events.emit("metrics", {})
     assert not sent and events.dropped == 1

@@ -1,4 +1,4 @@
-"""The session's small policies, with invented clocks: clock, lifecycle, ladder, rate, microphone."""
+"""The session's small policies, with invented clocks."""
 
 from __future__ import annotations
 

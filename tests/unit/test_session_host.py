@@ -1,0 +1,244 @@
+"""The real session host process on the pattern engine, with a real WebRTC client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig, SessionConfig
+from characters_serve.messages import CloseSession, Done, Failed, Interrupt, Offer, Refused, Say
+from characters_serve.processes import ChildFailed
+from tests.unit.session_rig import Browser, HostParent, until
+
+CONFIG = Config(
+    model=ModelConfig(width=192, height=128),
+    engine=EngineConfig(kind="pattern"),
+    agent=AgentConfig(kind="none"),
+    session=SessionConfig(connect_timeout_s=6.0, reconnect_grace_s=3.0),
+)
+
+
+@pytest.fixture
+async def host(tmp_path: Path) -> AsyncIterator[HostParent]:
+    parent = HostParent(tmp_path, CONFIG)
+    await parent.start()
+    yield parent
+    await parent.stop()
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def has_media(browser: Browser) -> bool:
+    return len(browser.pictures) > 3 and len(browser.sounds) > 3
+
+
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def ping(number: int) -> str:
+    return json.dumps({"t": "ping", "id": number, "c": 0.0})
+
+
+def envelope(kind: str, **data: object) -> str:
+    return json.dumps({"label": "rtvi-ai", "id": "1", "type": kind, "data": data})
+
+
+async def test_a_session_from_open_to_close(host: HostParent) -> None:
+    assert isinstance(await host.open("one"), Done)
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: len(browser.pictures) > 48 and len(browser.sounds) > 100)
+    browser.channel.send(envelope("client-ready"))
+    browser.channel.send(envelope("nonsense"))
+    browser.probe.send(ping(5))
+    await until(lambda: {"bot-ready", "error"} <= set(browser.kinds()) and bool(browser.pongs))
+    assert browser.pongs[0]["id"] == 5 and browser.pongs[0]["media_ms"] > 0
+    await until(lambda: "metrics" in browser.kinds())
+    assert isinstance(await host.ask(lambda n: Interrupt(n, "one")), Done)
+    assert isinstance(await host.ask(lambda n: Say(n, "one", "hello")), Done)
+    assert isinstance(await host.close("one"), Done)
+    await until(lambda: host.state_names("one")[-1] == "ended")
+    assert host.state_names("one") == ["starting", "ready", "live", "ending", "ended"]
+    ends = [e["data"] for e in browser.events if e["type"] == "server-message"]
+    assert {"kind": "session-ending", "reason": "closed by a test", "in_ms": 0} in ends
+    reports = len(host.metrics)
+    await until(lambda: len(host.metrics) > reports)
+    counters = host.metrics[-1].counters
+    assert counters["frames_sent_total"] > 40 and counters["interrupts_total"] == 1
+    assert counters["underruns_total"] == 0
+    assert host.metrics[-1].gauges.keys() == {"host_tasks"}
+    await browser.close()
+
+
+async def test_requests_that_make_no_sense_are_refused(host: HostParent) -> None:
+    refused = await host.ask(lambda n: Offer(n, "none", "v=0", False))
+    assert isinstance(refused, Refused) and refused.status == 404
+    assert isinstance(await host.ask(lambda n: CloseSession(n, "none", "")), Done)
+    await host.open("one")
+    refused = await host.open("two")
+    assert isinstance(refused, Refused) and refused.status == 409
+    for garbage in ("", "garbage", "v=0\r\n" * 100_000):
+        refused = await host.ask(partial(Offer, session_id="one", sdp=garbage, takeover=False))
+        assert isinstance(refused, Refused) and refused.status == 400
+    browser, second = Browser(microphone=False), Browser()
+    await host.connect("one", browser)
+    await until(lambda: "live" in host.state_names("one"))
+    sdp = await second.offer()
+    refused = await host.ask(lambda n: Offer(n, "one", sdp, False))
+    assert isinstance(refused, Refused) and refused.status == 409
+    refused = await host.ask(lambda n: Offer(n, "one", "garbage", True))
+    assert isinstance(refused, Refused) and refused.status == 400
+    count = len(browser.pictures)
+    await until(lambda: len(browser.pictures) > count + 10)  # the live client is unharmed
+    await host.close("one")
+    await browser.close()
+    await second.close()
+
+
+async def test_a_client_that_comes_back_gets_the_same_character(host: HostParent) -> None:
+    await host.open("one")
+    first, second = Browser(), Browser()
+    await host.connect("one", first)
+    await until(lambda: len(first.pictures) > 10)
+    await first.close()
+    await until(lambda: host.state_names("one")[-1] == "reconnecting")
+    await host.connect("one", second, takeover=True)
+    await until(lambda: len(second.pictures) > 30 and len(second.sounds) > 50)
+    assert host.state_names("one") == ["starting", "ready", "live", "reconnecting", "live"]
+    third = Browser()
+    await host.connect("one", third, takeover=True)  # a takeover of a live session
+    await until(lambda: len(third.pictures) > 10)
+    for browser in (second, third):
+        await browser.close()
+    await until(lambda: host.state_names("one")[-1] == "ended", 15)
+    assert host.states[-1].reason == "the client did not come back"
+    assert isinstance(await host.open("two"), Done)
+
+
+async def test_a_silent_client_is_noticed_and_heard_again(host: HostParent) -> None:
+    await host.open("one")
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: browser.probe.readyState == "open")
+    browser.probe.send(ping(1))
+    await until(lambda: host.state_names("one")[-1] == "reconnecting", 8)
+    browser.probe.send(ping(2))
+    await until(lambda: host.state_names("one")[-1] == "live", 2)
+    await browser.close()
+
+
+async def test_limits_end_a_session_with_notice(host: HostParent) -> None:
+    await host.open("one", max_duration_s=3.0)
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: host.state_names("one")[-1] == "ended")
+    assert host.states[-1].reason == "maximum duration"
+    ends = [e["data"] for e in browser.events if e["type"] == "server-message"]
+    assert [end["kind"] for end in ends] == ["session-ending", "session-ending"]
+    assert 1000 < ends[0]["in_ms"] <= 1500 and ends[1]["in_ms"] == 0
+    await browser.close()
+    await host.open("two")
+    await until(lambda: host.state_names("two")[-1] == "ended", 12)
+    assert host.states[-1].reason == "no client connected in time"
+
+
+async def footprint(host: HostParent, pid: int) -> tuple[int, int, int]:
+    """File descriptors, threads and asyncio tasks of a host without a session."""
+    reports = len(host.metrics)
+    await until(lambda: len(host.metrics) > reports + 1)
+    return descriptors(pid), threads(pid), int(host.metrics[-1].gauges["host_tasks"])
+
+
+async def test_twenty_sessions_leave_nothing(host: HostParent) -> None:
+    pid = host.child.pid
+    assert pid is not None
+    baseline = (0, 0, 0)
+    for number in range(20):
+        name = f"session-{number}"
+        assert isinstance(await host.open(name), Done)
+        browser = Browser()
+        await host.connect(name, browser)
+        await until(partial(has_media, browser))
+        if number % 2:
+            await browser.close()
+        assert isinstance(await host.close(name), Done)
+        await browser.close()
+        if number == 4:
+            baseline = await footprint(host, pid)
+    assert np.max(np.subtract(await footprint(host, pid), baseline)) <= 1
+
+
+async def test_an_engine_that_dies_fails_the_session_and_ends_the_group(tmp_path: Path) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    await host.start()
+    await host.open("one")
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: len(browser.pictures) > 5)
+    os.kill(int(host.details["pid_pattern"]), signal.SIGKILL)
+    await until(lambda: bool(host.exits), 5)
+    assert host.state_names("one")[-1] == "failed"
+    assert host.states[-1].reason == "pattern exited with code -9"
+    failures = [m for m in host.others if isinstance(m, Failed)]
+    assert [failure.reason for failure in failures] == ["pattern exited with code -9"]
+    await browser.close()
+    await host.child.kill()
+
+
+async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    await host.start()
+    await host.open("one")
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: len(browser.pictures) > 5)
+    os.kill(int(host.details["pid_pattern"]), signal.SIGSTOP)
+    await until(lambda: bool(host.exits), 20)
+    assert host.state_names("one")[-1] == "failed"
+    states = [e["data"] for e in browser.events if e["type"] == "server-message"]
+    assert {"kind": "avatar-state", "state": "stalled"} in states
+    await browser.close()
+    await host.child.kill()
+
+
+async def test_a_host_that_is_stopped_in_a_session_ends_it_first(tmp_path: Path) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    await host.start()
+    engine = int(host.details["pid_pattern"])
+    await host.open("one")
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: len(browser.pictures) > 5)
+    await host.stop()
+    assert host.child.pid is not None and not Path(f"/proc/{host.child.pid}").exists()
+    await until(lambda: not Path(f"/proc/{engine}").exists(), 5)
+    await browser.close()
+
+
+async def test_a_killed_host_takes_its_children_with_it(tmp_path: Path) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    await host.start()
+    engine = int(host.details["pid_pattern"])
+    assert host.child.pid is not None
+    os.kill(host.child.pid, signal.SIGKILL)
+    await until(lambda: bool(host.exits))
+    await until(lambda: not Path(f"/proc/{engine}").exists(), 5)
+    await host.child.kill()
+
+
+async def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
+    model = ModelConfig(width=192, height=128, weights=str(tmp_path / "nowhere"))
+    config = Config(model=model, engine=EngineConfig(device="cpu"), agent=AgentConfig(kind="none"))
+    host = HostParent(tmp_path, config)
+    with pytest.raises(ChildFailed, match=r"rank0|decoder"):
+        await host.start()
