@@ -228,7 +228,8 @@ TRAIN_ACCENTS: Final = (
 HELD_OUT_ACCENTS: Final = ("en-gb-scotland", "en-gb-x-rp", "en-us-nyc", "fr")
 TRAIN_VARIANTS: Final = (
     "m1", "m2", "m3", "m4", "m6", "m7", "f1", "f2", "f4", "Annie", "Andy", "Alex", "Andrea",
-    "Denis", "Lee", "Mike", "Michael", "Reed", "adam", "anika", "belinda", "caleb", "ed", "ian", "john",
+    "Denis", "Lee", "Mike", "Michael", "Reed", "adam", "anika", "belinda", "caleb", "ed", "ian",
+    "john",
     "linda", "max", "norbert", "paul", "rob", "steph", "victor", "zac", "Hugo", "Marco",
 )  # fmt: skip
 HELD_OUT_VARIANTS: Final = ("m5", "f3", "f5", "Gene", "edward", "steph2", "travis", "Alicia")
