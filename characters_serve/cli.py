@@ -6,6 +6,7 @@ Heavy modules are imported by the command that needs them, so that a mistake is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It would write a line for each malformed byte that a stranger sends.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     try:
         config = load_config(options.config, options.set)
         command: Callable[[Config, argparse.Namespace], int] = options.command
@@ -97,10 +100,8 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
             timeout_graceful_shutdown=SHUTDOWN_REQUESTS_S,
         )
     )
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # passed on once everything has stopped
         server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        pass  # uvicorn has stopped everything by now, and only then passes Ctrl-C on
     return 0 if server.started else EXIT_FAILED
 
 

@@ -143,13 +143,13 @@ def _listener(agent: AgentConfig) -> Finding:
     subject = "speech recognition"
     if agent.kind == "none":
         return Finding(subject, "off (agent.kind is none)")
-    from characters_serve.agent.ears import WHISPER_MODEL_ENV, find_whisper_model
+    from characters_serve.agent.whisper_ears import MODEL_ENV, find_model
 
     missing = ""
     if importlib.util.find_spec("faster_whisper") is None:
         missing = "faster-whisper is not installed"
-    elif find_whisper_model(agent.whisper_model, dict(os.environ)) is None:
-        missing = f"there is no model in agent.whisper_model or {WHISPER_MODEL_ENV}"
+    elif find_model(agent.whisper_model, os.environ) is None:
+        missing = f"there is no model in agent.whisper_model or {MODEL_ENV}"
     if agent.recogniser == "pocketsphinx":
         return Finding(subject, "pocketsphinx, as configured")
     if not missing:

@@ -331,16 +331,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def gone(_request: Request, error: Exception) -> Response:
         return Problem(504, f"the session's host did not answer: {error}").response()
 
-    async def bug(_request: Request, _error: Exception) -> Response:
-        return Problem(500, "an error of the server; its log has the details").response()
-
     app.add_exception_handler(Problem, answer_problem)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestRefused, refused)
     app.add_exception_handler(SessionOver, over)
     app.add_exception_handler(LeaseLost, over)
     app.add_exception_handler(GroupGone, gone)
-    app.add_exception_handler(Exception, bug)
 
 
 async def _session_request(
@@ -353,6 +349,9 @@ async def _session_request(
         raise Problem(422, "name a preset character, or send an image", field="character")
     if image is not None and body.character is not None:
         raise Problem(422, "send an image or name a character, not both", field="character")
+    if image is None and (body.name is not None or body.persona is not None):
+        field = "name" if body.name is not None else "persona"
+        raise Problem(422, "a preset character has its own; send it with an image", field=field)
     if image is not None:
         persona = visitor_persona(body.name and speakable(body.name), body.persona)
     else:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import jwt
 from starlette.datastructures import Headers
 
-from characters_serve.config import ServerConfig
+from characters_serve.config import ConfigError, ServerConfig
 from characters_serve.gateway.problems import Problem
 
 _ALGORITHM = "HS256"
@@ -103,7 +103,7 @@ class Origins:
     """Which pages may speak to this server: its own, and those listed."""
 
     def __init__(self, config: ServerConfig, key_required: bool) -> None:
-        self._allowed = frozenset(origin.rstrip("/").lower() for origin in config.allowed_origins)
+        self._allowed = frozenset(_origin(entry) for entry in config.allowed_origins)
         self._allowed_hosts = frozenset(urlsplit(origin).netloc for origin in self._allowed)
         # A page of another site can point its own name at a loopback address and so become
         # "same-origin" here; without a server key nothing else would stop it.
@@ -126,6 +126,16 @@ class Origins:
         if origin != "null" and urlsplit(origin).netloc.lower() == host:
             return None
         raise Problem(403, "this origin is not in server.allowed_origins", field="Origin")
+
+
+def _origin(entry: str) -> str:
+    parts = urlsplit(entry.rstrip("/").lower())
+    if parts.scheme not in ("http", "https") or not parts.netloc or parts.path or "*" in entry:
+        raise ConfigError(
+            f"server.allowed_origins: {entry!r} is no origin; write each as https://name or "
+            "https://name:port"
+        )
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _is_loopback(host: str) -> bool:

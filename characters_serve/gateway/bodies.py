@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
+from characters_serve.gateway.forms import FormError, parse_form
 from characters_serve.gateway.limits import read_body
 from characters_serve.gateway.problems import Problem, invalid
 
@@ -49,31 +47,21 @@ async def read_create(request: Request, max_image_bytes: int) -> tuple[CreateBod
         raise unsupported("application/json, multipart/form-data")
     raw = await read_body(request, max_image_bytes + FORM_ROOM_BYTES, field="image")
 
-    async def stream() -> AsyncIterator[bytes]:
-        yield raw
-
     try:
-        form = await MultiPartParser(
-            request.headers,
-            stream(),  # type: ignore[arg-type]
-            max_files=1,
-            max_fields=8,
-            max_part_size=MAX_COMMAND_BYTES,
-        ).parse()
-    except MultiPartException as error:
-        raise Problem(400, error.message) from None
-    try:
-        image: bytes | None = None
-        fields: dict[str, Any] = {}
-        for name, value in form.multi_items():
-            if name == "image" and isinstance(value, UploadFile):
-                image = await value.read()
-            elif name == "image" or isinstance(value, UploadFile):
-                raise Problem(422, "`image`, and only it, is a file", field=name)
-            elif value != "":
-                fields[name] = value
-    finally:
-        await form.close()
+        parts = parse_form(request.headers["content-type"], raw)
+    except FormError as error:
+        raise Problem(400, str(error)) from None
+    image: bytes | None = None
+    fields: dict[str, str] = {}
+    for part in parts:
+        if part.is_file != (part.name == "image"):
+            raise Problem(422, "`image`, and only it, is a file", field=part.name)
+        if part.name in fields or (part.is_file and image is not None):
+            raise Problem(422, "the field is given twice", field=part.name)
+        if part.is_file:
+            image = bytes(part.data)
+        elif part.data:
+            fields[part.name] = text_of(bytes(part.data))
     if image is not None and len(image) > max_image_bytes:
         raise Problem(413, f"the image is longer than {max_image_bytes} bytes", field="image")
     try:

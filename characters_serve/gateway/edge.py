@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -12,6 +13,9 @@ from characters_serve.gateway.auth import Origins
 from characters_serve.gateway.problems import Problem
 from characters_serve.metrics import Metrics
 
+log = logging.getLogger(__name__)
+
+_BUG = Problem(500, "an error of the server; its log has the details")
 _CSP = (
     "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
     "worker-src 'self' blob:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
@@ -45,13 +49,13 @@ class Edge:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        status = 500
+        status, answered = 500, False
         allowed_origin: str | None = None
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal status, answered
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, answered = message["status"], True
                 _add_headers(MutableHeaders(scope=message), allowed_origin)
             await send(message)
 
@@ -64,6 +68,11 @@ class Edge:
                 await self._app(scope, receive, send_with_headers)
         except Problem as problem:
             await problem.response()(scope, receive, send_with_headers)
+        except Exception:
+            log.exception("%s failed", getattr(scope.get("route"), "path", "a request"))
+            if answered:
+                raise
+            await _BUG.response()(scope, receive, send_with_headers)
         finally:
             # The template, never the path: an id must not become a label.
             route = getattr(scope.get("route"), "path", "unmatched")

@@ -12,6 +12,7 @@ from characters_serve.gateway.problems import Problem
 
 MAX_TRACKED = 10_000
 BODY_TIMEOUT_S = 30.0
+DROPPED_SHARE = 4
 
 
 class RateLimiter:
@@ -47,20 +48,29 @@ def address_key(host: str | None) -> str:
 
 
 async def read_body(request: Request, max_bytes: int, field: str | None = None) -> bytes:
-    """The whole body, given up as soon as it is too long or takes too long to arrive."""
+    """The whole body, given up as soon as it is too long or takes too long to arrive.
+
+    Of a body that is somewhat too long the rest is read and dropped: a browser that is cut off in
+    the middle of an upload reports a broken connection and never shows the answer.
+    """
     too_long = Problem(413, f"the body is longer than {max_bytes} bytes", field=field)
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
+    if declared.isdigit() and int(declared) > DROPPED_SHARE * max_bytes:
         raise too_long
     chunks = bytearray()
+    length = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
-                chunks += chunk
-                if len(chunks) > max_bytes:
+                length += len(chunk)
+                if length <= max_bytes:
+                    chunks += chunk
+                elif length > DROPPED_SHARE * max_bytes:
                     raise too_long
     except TimeoutError:
         raise Problem(408, "the body took too long to arrive") from None
     except ClientDisconnect:
         raise Problem(400, "the client went away") from None
+    if length > max_bytes:
+        raise too_long
     return bytes(chunks)

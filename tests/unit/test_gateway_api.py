@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from PIL import Image
 
@@ -365,12 +367,18 @@ async def test_ended_sessions_are_remembered_for_a_while(
     assert response.status_code == 204, "idempotent, also when forgotten"
 
 
-async def test_cycles_leave_the_gauges_at_zero(api: Api) -> None:
-    for _ in range(12):
+async def test_cycles_leave_the_gauges_at_zero_and_nothing_open(api: Api) -> None:
+    open_before, tasks_before = 0, 0
+    for cycle in range(12):
         session = await api.create()
         assert (await api.offer(session)).status_code == 201
         await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        if cycle == 1:
+            await api.until(lambda: api.groups("ready") == 1)
+            open_before, tasks_before = psutil.Process().num_fds(), len(asyncio.all_tasks())
     await api.until(lambda: api.groups("ready") == 1)
+    assert psutil.Process().num_fds() <= open_before
+    assert len(asyncio.all_tasks()) <= tasks_before
     assert await api.metric('characters_sessions{state="live"}') == 0
     assert await api.metric("characters_sessions_created_total") == 12
     assert await api.metric("characters_groups_lost_total") == 0
@@ -402,6 +410,47 @@ async def test_garbage_offers_change_nothing(api: Api) -> None:
     problem(await api.offer(session, OFFER + "refuse"), 400)
     assert (await api.offer(session)).status_code == 201
     assert api.groups("live") == 1
+
+
+async def test_mangled_requests_are_answered_and_change_nothing(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path, "server.sessions_per_minute=1000")) as api:
+        request = api.http.build_request(
+            "POST", "/v1/sessions", files={"image": picture()}, data={"name": "Ada", "seed": "1"}
+        )
+        form, form_type = await request.aread(), request.headers["content-type"]
+        chance = random.Random(7)
+        for body, media_type in ((form, form_type), (b'{"character":"ada"}', "application/json")):
+            for _ in range(150):
+                mangled = bytearray(body)
+                for _ in range(chance.randint(1, 4)):
+                    mangled[chance.randrange(len(mangled))] = chance.randrange(256)
+                del mangled[chance.randrange(len(mangled)) : chance.randrange(len(mangled))]
+                response = await api.http.post(
+                    "/v1/sessions", content=bytes(mangled), headers={"Content-Type": media_type}
+                )
+                if response.status_code == 201:
+                    session = response.json()
+                    await api.http.delete(
+                        f"/v1/sessions/{session['id']}", headers=secret_of(session)
+                    )
+                else:
+                    assert 400 <= response.status_code < 500, response.text
+        await api.until(lambda: api.groups("ready") == 1)
+        assert await api.metric("characters_groups_lost_total") == 0
+
+
+async def test_a_bug_is_a_500_without_its_details(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_request: object) -> None:
+        raise RuntimeError("the secret reason")
+
+    monkeypatch.setattr(api.gateway.sessions, "create", broken)
+    response = await api.http.post("/v1/sessions", json={"character": "ada"})
+    problem(response, 500)
+    assert "secret reason" not in response.text and "secret reason" in caplog.text
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert api.groups("ready") == 1
 
 
 async def test_other_methods_are_405_with_what_is_allowed(api: Api) -> None:
@@ -442,6 +491,8 @@ async def test_candidates_are_accepted_and_an_ice_restart_is_not(api: Api) -> No
         ({"character": "ada", "max_duration_s": 0}, 422, "max_duration_s"),
         ({"character": "ada", "name": "x" * 41}, 422, "name"),
         ({"character": "ada", "persona": "x" * 2001}, 422, "persona"),
+        ({"character": "ada", "name": "Eve"}, 422, "name"),
+        ({"character": "ada", "persona": "A pirate."}, 422, "persona"),
         ([], 422, None),
     ],
 )
@@ -465,7 +516,9 @@ async def test_bad_uploads_name_the_image_and_hold_no_slot(api: Api) -> None:
     problem(await post(files={"image": bytes(10 * 1024 * 1024 + 1)}), 413, "image")
     problem(await post(files={"image": bytes(12 * 1024 * 1024)}), 413, "image")
     two = [("image", picture()), ("image", picture())]
-    problem(await post(files=two), 400)
+    problem(await post(files=two), 422, "image")
+    problem(await post(data={"image": "text"}, files={"x": b""}), 422, "image")
+    problem(await post(data={str(i): "x" for i in range(20)}, files={"image": picture()}), 400)
     problem(await post(content=b"x", headers={"Content-Type": "multipart/form-data"}), 400)
     problem(await post(content=b"x", headers={"Content-Type": "text/plain"}), 415, "Content-Type")
     assert api.groups("ready") == 1

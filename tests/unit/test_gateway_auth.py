@@ -6,7 +6,7 @@ import jwt
 import pytest
 from starlette.datastructures import Headers
 
-from characters_serve.config import ServerConfig, SessionConfig
+from characters_serve.config import ConfigError, ServerConfig, SessionConfig
 from characters_serve.fleet.pool import Lease
 from characters_serve.gateway.auth import Authority, Origins, bearer
 from characters_serve.gateway.limits import MAX_TRACKED, RateLimiter, address_key
@@ -57,6 +57,12 @@ def test_behind_a_public_address_or_a_server_key_the_host_name_is_free() -> None
     Origins(ServerConfig(allowed_origins=("https://talk.example",)), False).check(headers)
     with pytest.raises(Problem, match="allowed_origins"):
         Origins(ServerConfig(), key_required=False).check(headers)
+
+
+@pytest.mark.parametrize("entry", ["*", "https://*.example", "talk.example", "https://a.example/x"])
+def test_an_origin_that_can_never_match_is_a_config_error(entry: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.allowed_origins"):
+        Origins(ServerConfig(allowed_origins=(entry,)), key_required=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8080", "[::1]:8080", "localhost", "LOCALHOST:1"])

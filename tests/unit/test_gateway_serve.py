@@ -122,6 +122,8 @@ async def free_again(http: httpx.AsyncClient) -> None:
 async def test_a_peer_sees_the_character_and_leaves_no_trace(tmp_path: Path) -> None:
     async with server(tmp_path) as running, httpx.AsyncClient(base_url=running.url) as http:
         assert "<html" in (await http.get("/")).text
+        too_long = await http.post("/v1/sessions", files={"image": bytes(12 * 1024 * 1024)})
+        assert too_long.status_code == 413 and too_long.json()["field"] == "image"
         for _ in range(2):
             session, peer = await connect(http)
             video = next(t.receiver.track for t in peer.getTransceivers() if t.kind == "video")
