@@ -93,11 +93,13 @@ class Conversation:
 
     def say(self, text: str, now_s: float) -> None:
         self.last_speech_s = now_s
+        self._speech_ended_s = None  # what follows answers a text
         self._to_agent(AgentSay(self._session_id, text))
 
     def interrupt(self, now_s: float) -> None:
         """Stops what is spoken, and what is thought but not yet heard of here (the next id)."""
         latest_id = self._silence(now_s)
+        self._speech_ended_s = None
         self._to_agent(AgentInterrupt(self._session_id, latest_id + 1))
 
     def follow(self, now_s: float) -> None:

@@ -181,7 +181,7 @@ class LiveSession:
             return
         now_s = time.monotonic()
         self._events.detach()
-        if self._chunker.speaking or self._playout.utterance_id:
+        if self._playout.utterance_id:
             self._conversation.interrupt(now_s)
         if not self._closed:
             self._apply(self._lifecycle.lost(now_s, reason))
@@ -251,7 +251,7 @@ class LiveSession:
             return
         late = self._playout.playing and self._playout.held_s > 0
         try:
-            taken = self._playout.push(chunk)
+            taken = self._playout.push(chunk, now_s)
         except ValueError as error:
             self._fault(f"the engine sent an impossible chunk: {error}")
             return
@@ -283,7 +283,9 @@ class LiveSession:
                     self._counters.count("degraded_chunks_total")
                 if not self._playout.in_flight:
                     self._chunk_s = time.monotonic()
-                self._playout.step_sent()
+                self._playout.step_sent(
+                    time.monotonic(), speaking=step.utterance_id != 0 and not step.last
+                )
                 await self._links.send_step(step)
 
     def _pulled(self) -> None:

@@ -6,11 +6,15 @@ silence). So a late chunk shifts picture and voice by the same amount and neithe
 Knows nothing of WebRTC, the engine or real time.
 
 Lag needs no cutting to go away: steps are handed out on credit, so after a late chunk the buffer
-refills to its target and never past it, and a lower target just withholds one credit.
+refills to its target and never past it, and a lower target just withholds one credit. While the
+character speaks the buffer is kept full, because a hold would be heard. While it idles, steps are
+handed out as late as the engine's own latency allows, because all that is buffered then delays the
+first word of the next turn.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -29,6 +33,9 @@ MUTE_FADE_SAMPLES: Final = 480  # 10 ms
 RAISE_WINDOW_S: Final = 30
 LOWER_AFTER_S: Final = 60
 AUDIBLE: Final = 328  # 1 % of full scale
+LATENCIES_KEPT: Final = 32  # five seconds
+LATENCIES_NEEDED: Final = 8
+LEAD_MARGIN_S: Final = 0.06
 
 _CUT_FADE: Final = np.linspace(1.0, 0.0, CUT_FADE_SAMPLES, dtype=np.float32)
 _MUTE_FADE: Final = np.zeros(PACKET_SAMPLES, np.float32)
@@ -68,10 +75,14 @@ class Playout:
         self.rejected_chunks = 0
         self.playing = False
         self.in_flight = 0
+        self.speaking = False
         self._base_target = target_chunks
         self._fps = fps
         self._slot_samples = AUDIO_RATE // fps
         self._chunk_samples = voice_samples_per_chunk
+        self._chunk_s = voice_samples_per_chunk / AUDIO_RATE
+        self._sent_s: deque[float] = deque()
+        self._latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._epoch = 0
         self._expected_index = 0
         self._buffer: deque[list[_Slot]] = deque()
@@ -95,7 +106,18 @@ class Playout:
     @property
     def credits(self) -> int:
         """Steps that may be handed to the engine now."""
-        return self.target - self.in_flight - len(self._buffer)
+        room = self.target - self.in_flight - len(self._buffer)
+        if not self.playing:
+            return room
+        return min(room, 1 + math.floor(self.lead - self.depth - self.in_flight))
+
+    @property
+    def lead(self) -> float:
+        """Chunks from the present picture to the end of what is handed out, a step's included."""
+        if self.speaking or len(self._latencies_s) < LATENCIES_NEEDED:
+            return float(self.target)
+        engine = (max(self._latencies_s) + LEAD_MARGIN_S) / self._chunk_s
+        return min(float(self.target), max(1.0, engine))
 
     @property
     def depth(self) -> float:
@@ -120,10 +142,13 @@ class Playout:
     def can_start(self) -> bool:
         return not self.playing and len(self._buffer) >= min(self.target, self._base_target)
 
-    def step_sent(self) -> None:
+    def step_sent(self, now_s: float, *, speaking: bool) -> None:
+        """speaking: more of the same utterance follows this step."""
         self.in_flight += 1
+        self.speaking = speaking
+        self._sent_s.append(now_s)
 
-    def push(self, chunk: VideoChunk) -> bool:
+    def push(self, chunk: VideoChunk, now_s: float) -> bool:
         """Takes the next chunk; one that is not the next (a duplicate, a stray) is refused."""
         if chunk.chunk_index != self._expected_index or not self.in_flight:
             self.rejected_chunks += 1
@@ -136,6 +161,7 @@ class Playout:
             )
         self._expected_index += 1
         self.in_flight -= 1
+        self._latencies_s.append(now_s - self._sent_s.popleft())
         self._buffer.append(self._cut(chunk, voice))
         return True
 
@@ -145,6 +171,7 @@ class Playout:
         Every utterance up to `through_utterance_id` that has not ended is reported interrupted.
         """
         self._epoch = epoch
+        self.speaking = False
         self._fading = self.playing and self._utterance_id != 0
         for utterance_id in range(self._closed_through + 1, through_utterance_id + 1):
             played_ms = self._played_ms if utterance_id == self._utterance_id else 0.0
@@ -241,6 +268,8 @@ class Playout:
         tail = self._last.voice[-CUT_FADE_SAMPLES:]
         tail[:] = tail * _CUT_FADE
         self._calm_since_slot = number
+        if not self.speaking:
+            return  # nothing was heard, and the lead follows the engine's latency by itself
         self._recent_underruns.append(number)
         while self._recent_underruns[0] < number - RAISE_WINDOW_S * self._fps:
             self._recent_underruns.popleft()

@@ -74,11 +74,11 @@ class Loop:
             await self.wanted.wait()
             self.wanted.clear()
             while self.playout.credits > 0:
-                self.playout.step_sent()
+                self.playout.step_sent(time.monotonic(), speaking=False)
                 await asyncio.sleep(self.chunk_delay_s(index))
                 silence = bytes(2 * MODEL.voice_samples_per_chunk)
                 step = StepInput("s", 0, index, b"", silence, b"", 0, 0.0, False, 4)
-                self.playout.push(pattern_chunk(MODEL, step))
+                self.playout.push(pattern_chunk(MODEL, step), time.monotonic())
                 self.delivery.try_start()
                 index += 1
 

@@ -56,9 +56,15 @@ class Rig:
         self.packets: list[Pcm] = []
         self.events: list[PlayoutEvent] = []
 
+    @property
+    def now_s(self) -> float:
+        return self.now / 600
+
     def give(self, message: VideoChunk) -> None:
-        self.playout.step_sent()
-        assert self.playout.push(message)
+        """As an engine that needs no time."""
+        speaking = message.utterance_id != 0 and not message.last
+        self.playout.step_sent(self.now_s, speaking=speaking)
+        assert self.playout.push(message, self.now_s)
 
     def start(self) -> None:
         assert self.playout.can_start
@@ -139,38 +145,83 @@ def _ahead(rig: Rig, slots: int) -> int:
 
 
 @settings(max_examples=20, deadline=None)
-@given(delays=st.lists(st.integers(0, 300), min_size=10, max_size=40))
-def test_the_engine_never_runs_ahead_of_its_credits(delays: list[int]) -> None:
+@given(delays=st.lists(st.integers(0, 300), min_size=10, max_size=40), speaking=st.booleans())
+def test_the_engine_never_runs_ahead_of_its_credits(delays: list[int], speaking: bool) -> None:
     rig = Rig(2)
     in_work: list[tuple[int, int]] = []
     sent = 0
     for delay in delays:
         while rig.playout.credits > 0:
-            rig.playout.step_sent()
+            rig.playout.step_sent(rig.now_s, speaking=speaking)
             in_work.append((sent, rig.now + delay))
             sent += 1
         rig.run(20)
         while in_work and in_work[0][1] <= rig.now:
-            assert rig.playout.push(chunk(in_work.pop(0)[0]))
+            assert rig.playout.push(chunk(in_work.pop(0)[0]), rig.now_s)
         if rig.playout.can_start:
             rig.playout.start(rig.now // 25 + 1)
             rig.now = (rig.now // 300 + 1) * 300
         assert rig.playout.in_flight + len(rig.playout._buffer) <= rig.playout.target <= 4
-        assert rig.playout.credits >= 0
+        assert rig.playout.credits >= 0 or rig.playout.playing
+
+
+def engine_run(rig: Rig, chunks: int, latency: int, *, speaking: bool) -> list[float]:
+    """An engine with a latency (1/600 s), fed by credit; returns how long steps wait to play."""
+    in_work: list[tuple[int, int]] = []
+    sent: dict[int, int] = {}
+    first = rig.playout._expected_index
+    while rig.playout._expected_index < first + chunks:
+        while rig.playout.credits > 0:
+            index = rig.playout._expected_index + len(in_work)
+            rig.playout.step_sent(rig.now_s, speaking=speaking)
+            in_work.append((index, rig.now + latency))
+            sent[index] = rig.now
+        if in_work and in_work[0][1] <= rig.now:
+            assert rig.playout.push(chunk(in_work.pop(0)[0]), rig.now_s)
+        if rig.playout.can_start:
+            rig.now = 0
+            rig.start()
+        if rig.playout.playing:
+            rig.run(1)
+        else:
+            rig.now += 1
+    shown = {int(frame): 25 * slot for slot, frame in reversed(list(enumerate(rig.pictures)))}
+    return [
+        (shown[index * FRAMES] - at) / 600
+        for index, at in sent.items()
+        if index * FRAMES in shown and index > first + 12
+    ]
+
+
+def test_an_idle_character_answers_sooner_and_still_never_runs_dry() -> None:
+    rig = Rig(2)
+    waits = engine_run(rig, 60, latency=78, speaking=False)  # 130 ms
+    assert rig.playout.underruns == 0
+    assert max(waits) < 0.24  # a full buffer would make it 0.33
+    rig.playout.speaking = True
+    engine_run(rig, 10, latency=78, speaking=True)
+    assert rig.playout.underruns == 0 and rig.playout.depth > 1
+
+
+def test_a_slow_engine_gets_the_whole_lead() -> None:
+    rig = Rig(2)
+    engine_run(rig, 60, latency=180, speaking=False)  # 300 ms, pipelined
+    assert rig.playout.underruns == 0
+    assert rig.playout.lead == 2
 
 
 def test_strays_are_refused_and_impossible_chunks_raise() -> None:
     rig = Rig()
-    assert not rig.playout.push(chunk(0))  # nothing was asked for
-    rig.playout.step_sent()
-    assert not rig.playout.push(chunk(1))
-    assert rig.playout.push(chunk(0))
-    assert not rig.playout.push(chunk(0))
+    assert not rig.playout.push(chunk(0), 0.0)  # nothing was asked for
+    rig.playout.step_sent(0.0, speaking=False)
+    assert not rig.playout.push(chunk(1), 0.1)
+    assert rig.playout.push(chunk(0), 0.1)
+    assert not rig.playout.push(chunk(0), 0.1)
     assert rig.playout.rejected_chunks == 3
-    rig.playout.step_sent()
+    rig.playout.step_sent(0.1, speaking=False)
     broken = VideoChunk("s", 0, 1, [b""], b"\0\0", 0, 0.0, False, 4, 1.0, 1.0)
     with pytest.raises(ValueError, match="chunk 1"):
-        rig.playout.push(broken)
+        rig.playout.push(broken, 0.2)
 
 
 def test_utterance_is_reported_once_with_its_spoken_length() -> None:
@@ -269,12 +320,12 @@ def test_thirty_barge_ins_in_a_row_report_each_utterance_once(moments: list[int]
 
 def test_target_rises_after_two_underruns_and_falls_when_calm() -> None:
     rig = Rig(1)
-    rig.give(chunk(0))
+    rig.give(chunk(0, utterance_id=1))
     rig.start()
     index = 1
     for _ in range(2):
         rig.run(150)
-        rig.give(chunk(index))
+        rig.give(chunk(index, utterance_id=1))
         index += 1
         rig.run(TICKS_PER_CHUNK)
     assert rig.playout.underruns >= 2 and rig.playout.target == 2
