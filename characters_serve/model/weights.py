@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from characters_serve.config import ModelConfig
+from characters_serve.model.audio import log_mel_for
 from characters_serve.model.decoders.reference_warp import VideoDecoder
 from characters_serve.model.dit import CharacterDiT
 
@@ -32,6 +33,8 @@ def load_generator(
 ) -> CharacterDiT:
     network = _build(lambda: CharacterDiT(model), model, "dit", device, dtype, seed)
     assert isinstance(network, CharacterDiT)
+    # Log-mel is computed in float32 whatever the weights are: its range is 14 nats.
+    network.log_mel = log_mel_for(model).to(device)
     return network
 
 

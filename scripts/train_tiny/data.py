@@ -123,16 +123,22 @@ def augment_mel(mel: Tensor, generator: torch.Generator) -> Tensor:
     return torch.logaddexp(changed, floor * LOG_MEL_STD) / LOG_MEL_STD
 
 
-def render_clips(renderer: Renderer, clips: Clips, frames: slice | None = None) -> Tensor:
+def render_clips(renderer: Renderer, clips: Clips) -> Tensor:
     """(N, T, 3, H, W) in [0, 1]."""
-    controls = clips.controls if frames is None else clips.controls[:, frames]
-    count, length = controls.shape[:2]
+    count, length = clips.controls.shape[:2]
     attributes = clips.attributes[:, None].expand(-1, length, -1)
-    rendered: Tensor = renderer(attributes.flatten(0, 1), controls.flatten(0, 1))
-    return rendered.unflatten(0, (count, length))
+    rendered: Tensor = renderer(attributes.flatten(0, 1), clips.controls.flatten(0, 1))
+    return rendered.unflatten(0, (count, length)).float()
 
 
 def render_references(renderer: Renderer, clips: Clips) -> Tensor:
     """(N, 3, H, W)."""
     rendered: Tensor = renderer(clips.attributes, clips.reference_controls)
-    return rendered
+    return rendered.float()
+
+
+def render_with_references(renderer: Renderer, clips: Clips) -> tuple[Tensor, Tensor]:
+    """Both at once, since the renderer pads every call to whole batches."""
+    controls = torch.cat([clips.controls, clips.reference_controls[:, None]], dim=1)
+    rendered = render_clips(renderer, clips._replace(controls=controls))
+    return rendered[:, :-1], rendered[:, -1]

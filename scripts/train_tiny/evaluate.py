@@ -93,7 +93,7 @@ def _score_window(
     for i in range(len(references)):
         one = Clips(*(field[i : i + 1] for field in clips))
         one = one._replace(controls=one.controls[:, frames])
-        truth = render_clips(renderer, one).float()
+        truth = render_clips(renderer, one)
         reference = references[i : i + 1].float() / 255
         before = latents[i : i + 1, start - 1] if start else None
         made = torch.cat(

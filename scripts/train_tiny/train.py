@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--rollout-seconds", type=float, default=280)
     parser.add_argument("--autoencoder-batch", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--decoded", type=int, default=20, help="clips a step that are decoded")
+    parser.add_argument("--decoded", type=int, default=22, help="clips a step that are decoded")
     parser.add_argument("--pool", type=int, default=8192, help="clips the transformer trains on")
     parser.add_argument("--evaluate-characters", type=int, default=24)
     parser.add_argument("--evaluate-seconds", type=int, default=180)
@@ -53,7 +53,7 @@ def main() -> None:
     options.run.mkdir(parents=True, exist_ok=True)
     model = ModelConfig()
     source = ClipSource(options.data, model, device)
-    renderer = Renderer(device, batch=384 if cuda else 8, compiled=cuda)
+    renderer = Renderer(device, batch=180 if cuda else 8, compiled=cuda)
     started = time.monotonic()
 
     if options.reuse_autoencoder:

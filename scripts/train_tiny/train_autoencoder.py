@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.decoders.reference_warp import DecoderState, VideoDecoder
-from scripts.train_tiny.data import ClipSource, Clips, render_clips, render_references
+from scripts.train_tiny.data import Clips, ClipSource, render_clips, render_with_references
 from scripts.train_tiny.networks import (
     AveragedWeights,
     ChunkEncoder,
@@ -31,6 +31,8 @@ from scripts.train_tiny.renderer import Renderer, mouth_box, region_masks
 
 LATENT_NOISE = 0.1
 CHUNKS_PER_CLIP = 2
+COMPILE_STEPS = 3
+"""The clock of a stage starts after these."""
 
 
 def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
@@ -113,10 +115,12 @@ def train_autoencoder(
     started = time.monotonic()
     step = 0
     while (elapsed := time.monotonic() - started) < seconds:
+        if step == COMPILE_STEPS:
+            say(f"autoencoder compiled in {elapsed:.1f} s")
+            started = time.monotonic()
         clips = source.sample(batch, frames, generator)
         with torch.no_grad():
-            truth = render_clips(renderer, clips).float()
-            reference = render_references(renderer, clips).float()
+            truth, reference = render_with_references(renderer, clips)
             weights = region_weights(clips)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             made = forward(truth, reference)
@@ -128,7 +132,7 @@ def train_autoencoder(
         optimizer.step(rate * warm * max(0.02, 0.5 + 0.5 * math.cos(math.pi * progress)))
         average.update()
         step += 1
-        if step % 200 == 0 or step <= 2:
+        if step % 200 == 0 or step in (1, 20):
             log.append({"step": step, "seconds": elapsed, "loss": loss.item()})
             say(f"autoencoder {step:5d} {elapsed:6.1f} s loss {log[-1]['loss']:.4f}")
     average.copy_to(network)
@@ -138,6 +142,7 @@ def train_autoencoder(
     say(f"autoencoder {step} steps: {report}")
     (run / "autoencoder.json").write_text(json.dumps({"log": log, "score": report, "steps": step}))
     torch.save(network.state_dict(), run / "autoencoder.pt")
+    torch.save(halved(network.encoder), run / "encoder.pt")
     torch.save(reader.state_dict(), run / "mouth_reader.pt")
     return network, reader
 
@@ -190,8 +195,7 @@ def score_autoencoder(
     reads, truths, shown = [], [], []
     for i in range(count):
         one = Clips(*(field[i : i + 1] for field in clips))
-        truth = render_clips(renderer, one).float()
-        reference = render_references(renderer, one).float()
+        truth, reference = render_with_references(renderer, one)
         made = network.decode(network.encode(truth, reference), reference).clamp(0, 1)
         for name, value in compare(one, made, truth).items():
             totals.setdefault(name, []).append(value)
@@ -229,6 +233,13 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
         "mouth_change_error": float((wrong * inside).sum() / area * 255),
         "mouth_change": float((change * inside).sum() / area * 255),
     }
+
+
+def halved(network: nn.Module) -> dict[str, Tensor]:
+    """State in fp16, but for the latent's statistics, which overflow it."""
+    state = network.state_dict()
+    return {k: v if "norm.running" in k or not v.is_floating_point() else v.half()
+            for k, v in state.items()}
 
 
 def load_autoencoder(model: ModelConfig, run: Path, device: torch.device) -> Autoencoder:

@@ -31,18 +31,18 @@ from scripts.train_tiny.data import (
     ClipSource,
     augment_mel,
     render_clips,
-    render_references,
+    render_with_references,
 )
 from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
+    COMPILE_STEPS,
     Autoencoder,
     picture_loss,
     region_weights,
     say,
 )
 
-LATENT_WEIGHT = 1.0
 PICTURE_WEIGHT = 4.0
 
 
@@ -71,11 +71,11 @@ def encode_pool(
     references, latents = [], []
     for i in range(0, count, group):
         part = Clips(*(field[i : i + group] for field in clips))
-        reference = render_references(renderer, part).float()
+        frames_shown, reference = render_with_references(renderer, part)
         with torch.autocast(
             source.device.type, dtype=torch.bfloat16, enabled=source.device.type == "cuda"
         ):
-            latent = autoencoder.encode(render_clips(renderer, part).float(), reference)
+            latent = autoencoder.encode(frames_shown, reference)
         references.append((reference * 255).round().byte())
         latents.append(latent.to(torch.bfloat16))
     return Pool(clips, torch.cat(references), torch.cat(latents))
@@ -296,6 +296,9 @@ def train_dit(
         return torch.randint(0, high, (count,), generator=generator, device=device)
 
     while (elapsed := time.monotonic() - started) < total:
+        if step == COMPILE_STEPS:
+            say(f"dit compiled in {elapsed:.1f} s")
+            started = time.monotonic()
         rolling = elapsed > teacher_seconds
         if rolling and step % 40 == 0:
             context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
@@ -317,26 +320,24 @@ def train_dit(
             clean = training_pass(images, noisy, levels, mel, idle, offset)
         weight = (1 / levels.clamp(min=0.25))[..., None, None]
         latent_loss = ((clean - truth.repeat(2, 1, 1, 1)).square() * weight).mean()
-        loss = LATENT_WEIGHT * latent_loss
-        picture = torch.zeros((), device=device)
-        if step >= 200 or not cuda:
-            some = slice(0, decoded)
-            chunk = int(torch.randint(1, chunks, (1,)))
-            pair = clean[batch:][some, chunk - 1 : chunk + 1]
-            before = truth[some, chunk - 2] if chunk > 1 else torch.zeros_like(truth[some, 0])
-            frame = (first[some] + chunk - 1) * model.frames_per_chunk
-            times = frame[:, None] + torch.arange(2 * model.frames_per_chunk, device=device)
-            part = Clips(*(field[rows[some]] for field in pool.clips))
-            part = part._replace(controls=part.controls.gather(
-                1, times[..., None].expand(-1, -1, part.controls.shape[-1])
-            ))
-            with torch.no_grad():
-                shown = render_clips(renderer, part).float()
-                weights = region_weights(part)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
-                made = decode(pair, images[some], before)
-            picture = picture_loss(made, shown, weights)
-            loss = loss + PICTURE_WEIGHT * picture
+        some = slice(0, decoded)
+        chunk = int(torch.randint(1, chunks, (1,)))
+        pair = clean[batch:][some, chunk - 1 : chunk + 1]
+        before = truth[some, chunk - 2] if chunk > 1 else torch.zeros_like(truth[some, 0])
+        frame = (first[some] + chunk - 1) * model.frames_per_chunk
+        times = frame[:, None] + torch.arange(2 * model.frames_per_chunk, device=device)
+        part = Clips(*(field[rows[some]] for field in pool.clips))
+        columns = part.controls.shape[-1]
+        at_times = part.controls.gather(1, times[..., None].expand(-1, -1, columns))
+        part = part._replace(controls=at_times)
+        with torch.no_grad():
+            shown = render_clips(renderer, part)
+            weights = region_weights(part)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+            made = decode(pair, images[some], before)
+        picture = picture_loss(made, shown, weights)
+        ramp = min(1.0, step / 300)
+        loss = latent_loss + PICTURE_WEIGHT * ramp * picture
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
         nn.utils.clip_grad_norm_(painter.decoder.parameters(), 1.0)
@@ -350,7 +351,7 @@ def train_dit(
         for average in averages:
             average.update()
         step += 1
-        if step % 200 == 0 or step <= 3 or step == 201:
+        if step % 200 == 0 or step in (1, 20, 60):
             entry = {
                 "step": step,
                 "seconds": elapsed,
