@@ -244,14 +244,26 @@ export class CharacterSession extends EventTarget {
   }
 
   /**
-   * Says something to the character by text instead of by voice.
+   * Says something to the character by text instead of by voice; it answers as it would to speech.
    * @param {string} text
    */
   say(text) {
     const content = text.trim();
     if (!content) return;
-    this.#emit("transcript", this.#turns.typed(content));
-    if (!this.#send("send-text", { content })) this.#post("say", { text: content });
+    if (this.#send("send-text", { content })) {
+      this.#emit("transcript", this.#turns.typed(content));
+    } else {
+      const message = "Not connected; the text was not sent.";
+      this.#emit("error", new CharacterError("misuse", message, { fatal: false }));
+    }
+  }
+
+  /**
+   * Makes the character speak these very words.
+   * @param {string} text
+   */
+  speak(text) {
+    this.#post("say", { text });
   }
 
   /** Lets the voice be heard after an `audioblocked` event; call it from a click. */

@@ -204,6 +204,8 @@ function onState({ state: next, reason, inMs }) {
   } else {
     state = next;
   }
+  if (next === "reconnecting") keepLastFrame();
+  if (next === "live") $("video").requestVideoFrameCallback?.(() => show("last-frame", false)) ?? show("last-frame", false);
   if (next === "live" && !liveSinceMs) {
     liveSinceMs = performance.now();
     const { width, height } = session?.info?.video ?? { width: 3, height: 2 };
@@ -215,6 +217,16 @@ function onState({ state: next, reason, inMs }) {
   if (next === "creating") startedWaitingMs = performance.now();
   draw();
   if (next === "live" && !session?.micStream) $("say-text").focus({ preventScroll: true });
+}
+
+/** A closed connection takes its picture with it; a still one is kinder than a black one. */
+function keepLastFrame() {
+  const video = $("video");
+  if (!video.videoWidth) return;
+  const canvas = $("last-frame");
+  Object.assign(canvas, { width: video.videoWidth, height: video.videoHeight });
+  canvas.getContext("2d").drawImage(video, 0, 0);
+  show("last-frame", true);
 }
 
 function onSpeaking({ who, speaking: isSpeaking }) {
@@ -246,6 +258,7 @@ function onEnded({ reason, failed, error }) {
   speaking.user = speaking.character = false;
   liveSinceMs = endingAtMs = 0;
   $("unmute").hidden = true;
+  $("last-frame").hidden = true;
   for (const bubble of document.querySelectorAll(".bubble.interim")) bubble.classList.remove("interim");
   if (reason === "stopped") hideNotice();
   else if (reason !== "page-closed") explainEnd(reason, failed, error);
@@ -286,10 +299,11 @@ function showBusy(error, again) {
   const freeAtMs = performance.now() + 1000 * (error.retryAfterS ?? 0);
   const write = () => {
     const leftS = Math.ceil((freeAtMs - performance.now()) / 1000);
-    $("error-text").textContent = leftS > 0 ? `Everybody is in a conversation. Try again in ${leftS} s.` : "Everybody was in a conversation. A seat may be free now.";
+    const then = leftS > 0 ? `Try again in ${leftS} s.` : "You can try again now.";
+    $("error-text").textContent = `${error.message.replace(/[;,]? (please )?try again.*$/i, ".")} ${then}`;
     if (leftS <= 0) clearInterval(ticking);
   };
-  showNotice({ tone: "warn", title: "The server is full", text: "", action: again });
+  showNotice({ tone: "warn", title: error.status === 429 ? "Too many tries" : "The server is full", text: "", action: again });
   const ticking = setInterval(write, 1000);
   noticeScope.signal.addEventListener("abort", () => clearInterval(ticking));
   write();
@@ -366,7 +380,7 @@ async function drawStats() {
   const rows = {
     "Frames shown": number(s.fps_shown, "fps"),
     "Frames made": number(s.fps, "fps", 1),
-    Buffer: number(s.buffer, "chunks"),
+    Buffer: number(s.buffer, "chunks", 1),
     "Browser buffer": number(s.video_buffer_ms, "ms"),
     "Round trip": number(s.rtt_ms, "ms"),
     "Turn latency": number(s.turn_latency_ms, "ms"),
@@ -475,6 +489,7 @@ function draw() {
 function emptyWords(preparing, live) {
   const name = characterName();
   if (preparing) return `${name} is getting ready.`;
+  if (state === "reconnecting") return "One moment.";
   if (live) return session?.micStream ? "Go ahead, say hello." : "Write something below to begin.";
   return "Press Talk and say hello. You can interrupt at any time, just by speaking.";
 }
