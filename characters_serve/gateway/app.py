@@ -6,12 +6,9 @@ that limits hold while they stream and every refusal is problem+json with the fi
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,11 +21,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from characters_serve import metrics as prometheus
 from characters_serve.config import Config
 from characters_serve.fleet.group import HOST_MODULE, GroupGone, RequestRefused
-from characters_serve.fleet.local import LeaseLost, LocalFleet
-from characters_serve.gateway.auth import Authority, Origins, bearer
+from characters_serve.fleet.local import LeaseLost
+from characters_serve.gateway.auth import bearer
 from characters_serve.gateway.bodies import (
     MAX_COMMAND_BYTES,
-    CreateBody,
     OfferBody,
     SayBody,
     media_type_of,
@@ -39,100 +35,24 @@ from characters_serve.gateway.bodies import (
     ufrags,
     unsupported,
 )
-from characters_serve.gateway.characters import image_bytes, load_characters, visitor_persona
+from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
-from characters_serve.gateway.images import ImageError, load_reference
-from characters_serve.gateway.limits import RateLimiter, address_key, read_body
+from characters_serve.gateway.limits import address_key, read_body
 from characters_serve.gateway.problems import Problem, answer_problem, busy
+from characters_serve.gateway.service import Gateway
 from characters_serve.gateway.sessions import (
     NoGroupFree,
     Session,
     SessionOver,
-    SessionRequest,
-    Sessions,
 )
-from characters_serve.messages import HostMetrics
-from characters_serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
 WEB = Path(__file__).parent.parent / "web"
 MAX_SDP_BYTES = 64 * 1024
 OFFER_WAIT_S = 8.0
-OFFERS_PER_MINUTE = 30
 ACCEPT_POST = "application/sdp, application/json"
 PATCH_TYPES = ("application/trickle-ice-sdpfrag", "application/sdp", "application/json")
-
-
-class Gateway:
-    """What the routes work with."""
-
-    def __init__(
-        self, config: Config, host_module: str, on_ready: Callable[[dict[str, str]], None]
-    ) -> None:
-        self.config = config
-        self.authority = Authority.from_config(config.server)
-        self.origins = Origins(config.server, self.authority.key_required)
-        self.characters = load_characters()
-        self.creations = RateLimiter(config.server.sessions_per_minute)
-        self.offers = RateLimiter(OFFERS_PER_MINUTE)
-        self.decoder = ThreadPoolExecutor(1, "image")
-        self._on_ready = on_ready
-        self.fleet = LocalFleet(
-            config,
-            on_state=lambda lease, state: self.sessions.on_state(lease, state),
-            on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
-            on_gone=self._group_gone,
-            on_metrics=self._host_metrics,
-            on_ready=lambda _group_id, details: self._on_ready(details),
-            host_module=host_module,
-        )
-        self.metrics = Metrics(
-            sessions_by_state=lambda: self.sessions.counts(),
-            groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
-        )
-        self.sessions = Sessions(config.session, self.fleet, self.metrics)
-
-    def _group_gone(self, group_id: str, _reason: str) -> None:
-        self.metrics.groups_lost.inc()
-        self.metrics.forget(group_id)
-
-    def _host_metrics(self, group_id: str, report: HostMetrics) -> None:
-        self.metrics.absorb(group_id, report)
-
-    def check_capacity(self) -> None:
-        """Turns a request away before its picture is decoded; `create` is what counts."""
-        counts = self.fleet.pool.counts()
-        if self.fleet.pool.draining:
-            raise busy(503, "the server is shutting down", 30)
-        if counts["ready"] or counts["resetting"]:
-            return
-        self.metrics.sessions_refused.labels("full").inc()
-        if counts["reserved"] or counts["live"]:
-            raise busy(503, "every character is in a conversation; try again soon", 5)
-        if counts["starting"]:
-            raise busy(503, "the server is still starting", 2)
-        why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
-        raise busy(503, f"the server cannot run a character now: {why}", 10)
-
-    def session(self, session_id: str, request: Request, token: str | None = None) -> Session:
-        """The session, when the caller holds its secret; 404 for any other."""
-        token = token or bearer(request.headers)
-        self.authority.check_may_use(session_id, token, time.time())
-        session = self.sessions.get(session_id)
-        if session is None:
-            raise Problem(404, "no such session")
-        return session
-
-    async def decode_image(self, data: bytes) -> bytes:
-        model = self.config.model
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(
-                self.decoder, load_reference, data, model.width, model.height
-            )
-        except ImageError as error:
-            raise Problem(422, str(error), field=ImageError.field) from None
 
 
 def create_app(
@@ -176,7 +96,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             gateway.metrics.sessions_refused.labels("rate").inc()
             raise busy(429, "too many sessions from this address", wait_s)
         body, image = await read_create(request, config.server.max_image_bytes)
-        wanted = await _session_request(gateway, body, image)
+        wanted = await gateway.requested(body, image)
         try:
             session = await gateway.sessions.create(wanted)
         except NoGroupFree:
@@ -203,12 +123,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/sessions/{session_id}")
     async def get_session(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, request)
+        session = gateway.session(session_id, bearer(request.headers))
         return JSONResponse(_describe(session), headers={"Cache-Control": "no-store"})
 
     @app.post("/v1/sessions/{session_id}/webrtc")
     async def post_offer(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, request)
+        session = gateway.session(session_id, bearer(request.headers))
         wait_s = gateway.offers.retry_after_s(session_id, time.monotonic())
         if wait_s is not None:
             raise busy(429, "too many offers for this session", wait_s)
@@ -231,7 +151,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.patch("/v1/sessions/{session_id}/webrtc")
     async def patch_candidates(session_id: str, request: Request) -> Response:
         """Accepted and left unused: the browser's address is learnt from its own checks."""
-        session = gateway.session(session_id, request)
+        session = gateway.session(session_id, bearer(request.headers))
         if media_type_of(request) not in PATCH_TYPES:
             raise unsupported(", ".join(PATCH_TYPES), header="Accept-Patch")
         fragment = text_of(await read_body(request, MAX_SDP_BYTES, field="sdp"))
@@ -241,12 +161,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/sessions/{session_id}/interrupt")
     async def interrupt(session_id: str, request: Request) -> Response:
-        await gateway.sessions.interrupt(gateway.session(session_id, request))
+        await gateway.sessions.interrupt(gateway.session(session_id, bearer(request.headers)))
         return Response(status_code=204)
 
     @app.post("/v1/sessions/{session_id}/say")
     async def say(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, request)
+        session = gateway.session(session_id, bearer(request.headers))
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
         await gateway.sessions.say(session, speakable(body.text))
         return Response(status_code=204)
@@ -337,37 +257,6 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(SessionOver, over)
     app.add_exception_handler(LeaseLost, over)
     app.add_exception_handler(GroupGone, gone)
-
-
-async def _session_request(
-    gateway: Gateway, body: CreateBody, image: bytes | None
-) -> SessionRequest:
-    longest_s = gateway.config.session.max_duration_s
-    if body.max_duration_s is not None and body.max_duration_s > longest_s:
-        raise Problem(422, f"at most {longest_s:g} seconds", field="max_duration_s")
-    if image is None and body.character is None:
-        raise Problem(422, "name a preset character, or send an image", field="character")
-    if image is not None and body.character is not None:
-        raise Problem(422, "send an image or name a character, not both", field="character")
-    if image is None and (body.name is not None or body.persona is not None):
-        field = "name" if body.name is not None else "persona"
-        raise Problem(422, "a preset character has its own; send it with an image", field=field)
-    if image is not None:
-        persona = visitor_persona(body.name and speakable(body.name), body.persona)
-    else:
-        character = gateway.characters.get(body.character or "")
-        if character is None:
-            raise Problem(422, "no such character; see /v1/characters", field="character")
-        persona = character.persona
-        image = image_bytes(character.image_path)
-    gateway.check_capacity()
-    return SessionRequest(
-        image_rgb=await gateway.decode_image(image),
-        persona=persona,
-        character=body.character,
-        seed=secrets.randbits(31) if body.seed is None else body.seed,
-        max_duration_s=body.max_duration_s or longest_s,
-    )
 
 
 def _describe(session: Session) -> dict[str, Any]:

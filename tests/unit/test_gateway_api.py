@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from characters_serve.config import Config, load_config
 from characters_serve.fleet import group as group_module
 from characters_serve.gateway import app as app_module
 from characters_serve.gateway import characters as characters_module
-from characters_serve.gateway import limits, sessions
+from characters_serve.gateway import limits, service, sessions
 from characters_serve.gateway.app import create_app
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "greeting": "Ahoy.",
     }
     (presets / "characters.json").write_text(json.dumps([entry]))
-    monkeypatch.setattr(app_module, "load_characters", lambda: _load(presets))
+    monkeypatch.setattr(service, "load_characters", lambda: _load(presets))
 
 
 _load = characters_module.load_characters
@@ -71,7 +72,7 @@ def app_config(tmp_path: Path, *overrides: str) -> Config:
 
 
 class Api:
-    def __init__(self, http: httpx.AsyncClient, gateway: app_module.Gateway) -> None:
+    def __init__(self, http: httpx.AsyncClient, gateway: service.Gateway) -> None:
         self.http = http
         self.gateway = gateway
 
@@ -523,6 +524,25 @@ async def test_bad_uploads_name_the_image_and_hold_no_slot(api: Api) -> None:
     problem(await post(content=b"x", headers={"Content-Type": "text/plain"}), 415, "Content-Type")
     assert api.groups("ready") == 1
     assert await api.metric("characters_sessions_created_total") == 0
+
+
+async def test_pictures_do_not_queue_without_bound(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(_data: bytes, width: int, height: int) -> bytes:
+        time.sleep(0.3)
+        return bytes(width * height * 3)
+
+    monkeypatch.setattr(service, "MAX_WAITING_IMAGES", 2)
+    monkeypatch.setattr(service, "load_reference", slow)
+    uploads = (api.http.post("/v1/sessions", files={"image": picture()}) for _ in range(4))
+    started = time.monotonic()
+    live = asyncio.create_task(api.http.get("/healthz/live"))
+    responses = await asyncio.gather(*uploads)
+    assert (await live).status_code == 200
+    assert sorted(r.status_code for r in responses) == [201, 503, 503, 503]
+    assert time.monotonic() - started < 2
+    assert all("retry-after" in r.headers for r in responses if r.status_code == 503)
 
 
 async def test_an_endless_body_is_cut_off_while_it_streams(api: Api) -> None:

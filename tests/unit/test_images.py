@@ -141,7 +141,7 @@ def png_header(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("size", [(8000, 8000), (16_385, 100), (7000, 6000)])
 def test_a_decompression_bomb_is_refused_by_its_header(size: tuple[int, int]) -> None:
-    assert size[0] * size[1] > MAX_PIXELS or max(size) > 16_384
+    assert size[0] * size[1] > MAX_PIXELS["PNG"] or max(size) > 16_384
     with pytest.raises(ImageError, match="at most"):
         load_reference(png_header(*size), WIDTH, HEIGHT)
 
@@ -151,6 +151,20 @@ def test_a_decompression_bomb_is_refused_by_its_header(size: tuple[int, int]) ->
 def test_a_giant_is_refused_too(size: tuple[int, int]) -> None:
     with pytest.raises(ImageError):
         load_reference(png_header(*size), WIDTH, HEIGHT)
+
+
+def test_a_jpeg_of_endless_scans_is_refused_before_it_is_decoded() -> None:
+    gradient = Image.linear_gradient("L").convert("RGB")
+    data = encoded(gradient, "JPEG", progressive=True)
+    loaded(data)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    with pytest.raises(ImageError, match="too many scans"):
+        load_reference(data[:-2] + scan * 50 + data[-2:], WIDTH, HEIGHT)
+
+
+def test_a_large_phone_picture_is_accepted() -> None:
+    data = encoded(Image.new("RGB", (8160, 6120), "teal"), "JPEG")
+    assert loaded(data)[0, 0, 1] > 100
 
 
 @pytest.mark.parametrize("size", [(63, 200), (200, 63), (1, 1)])

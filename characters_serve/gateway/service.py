@@ -1,0 +1,150 @@
+"""In: validated requests. Out: what the routes work with: sessions, limits, pictures, counts.
+
+Holds the one fleet, session manager and registry of an app. Knows no HTTP but its refusals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from characters_serve.config import Config
+from characters_serve.fleet.local import LocalFleet
+from characters_serve.gateway.auth import Authority, Origins
+from characters_serve.gateway.bodies import CreateBody, speakable
+from characters_serve.gateway.characters import (
+    Character,
+    image_bytes,
+    load_characters,
+    visitor_persona,
+)
+from characters_serve.gateway.images import ImageError, load_reference
+from characters_serve.gateway.limits import RateLimiter
+from characters_serve.gateway.problems import Problem, busy
+from characters_serve.gateway.sessions import Session, SessionRequest, Sessions
+from characters_serve.messages import HostMetrics
+from characters_serve.metrics import Metrics
+
+OFFERS_PER_MINUTE = 30
+MAX_WAITING_IMAGES = 8
+
+
+class Gateway:
+    """What the routes work with."""
+
+    def __init__(
+        self, config: Config, host_module: str, on_ready: Callable[[dict[str, str]], None]
+    ) -> None:
+        self.config = config
+        self.authority = Authority.from_config(config.server)
+        self.origins = Origins(config.server, self.authority.key_required)
+        self.characters = load_characters()
+        self.creations = RateLimiter(config.server.sessions_per_minute)
+        self.offers = RateLimiter(OFFERS_PER_MINUTE)
+        self.decoder = ThreadPoolExecutor(1, "image")
+        self._decoding = 0
+        self._presets_rgb: dict[str, bytes] = {}
+        self._on_ready = on_ready
+        self.fleet = LocalFleet(
+            config,
+            on_state=lambda lease, state: self.sessions.on_state(lease, state),
+            on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
+            on_gone=self._group_gone,
+            on_metrics=self._host_metrics,
+            on_ready=lambda _group_id, details: self._on_ready(details),
+            host_module=host_module,
+        )
+        self.metrics = Metrics(
+            sessions_by_state=lambda: self.sessions.counts(),
+            groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
+        )
+        self.sessions = Sessions(config.session, self.fleet, self.metrics)
+
+    def _group_gone(self, group_id: str, _reason: str) -> None:
+        self.metrics.groups_lost.inc()
+        self.metrics.forget(group_id)
+
+    def _host_metrics(self, group_id: str, report: HostMetrics) -> None:
+        self.metrics.absorb(group_id, report)
+
+    def check_capacity(self) -> None:
+        """Turns a request away before its picture is decoded; `create` is what counts."""
+        counts = self.fleet.pool.counts()
+        if self.fleet.pool.draining:
+            raise busy(503, "the server is shutting down", 30)
+        if counts["ready"] or counts["resetting"]:
+            return
+        self.metrics.sessions_refused.labels("full").inc()
+        if counts["reserved"] or counts["live"]:
+            raise busy(503, "every character is in a conversation; try again soon", 5)
+        if counts["starting"]:
+            raise busy(503, "the server is still starting", 2)
+        why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
+        raise busy(503, f"the server cannot run a character now: {why}", 10)
+
+    def session(self, session_id: str, token: str | None) -> Session:
+        """The session, when the caller holds its secret; 404 for any other."""
+        self.authority.check_may_use(session_id, token, time.time())
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise Problem(404, "no such session")
+        return session
+
+    async def decode_image(self, data: bytes) -> bytes:
+        """One at a time: a picture takes up to 300 MB and 1.5 s, in a thread."""
+        if self._decoding >= MAX_WAITING_IMAGES:
+            raise busy(503, "too many pictures are being looked at; try again soon", 5)
+        model = self.config.model
+        self._decoding += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self.decoder, load_reference, data, model.width, model.height
+            )
+        except ImageError as error:
+            raise Problem(422, str(error), field=ImageError.field) from None
+        finally:
+            self._decoding -= 1
+
+    async def preset_image(self, character: Character) -> bytes:
+        """Decoded once; later visitors do not wait behind strangers' pictures."""
+        if character.character_id not in self._presets_rgb:
+            data = image_bytes(character.image_path)
+            self._presets_rgb[character.character_id] = await self.decode_image(data)
+        return self._presets_rgb[character.character_id]
+
+    async def requested(self, body: CreateBody, image: bytes | None) -> SessionRequest:
+        """What a visitor asked for, checked and decoded; holds no group yet."""
+        longest_s = self.config.session.max_duration_s
+        if body.max_duration_s is not None and body.max_duration_s > longest_s:
+            raise Problem(422, f"at most {longest_s:g} seconds", field="max_duration_s")
+        if image is not None:
+            if body.character is not None:
+                raise Problem(422, "send an image or name a character, not both", field="character")
+            persona = visitor_persona(body.name and speakable(body.name), body.persona)
+            self.check_capacity()
+            image_rgb = await self.decode_image(image)
+        else:
+            character = self._preset(body)
+            persona = character.persona
+            self.check_capacity()
+            image_rgb = await self.preset_image(character)
+        return SessionRequest(
+            image_rgb=image_rgb,
+            persona=persona,
+            character=body.character,
+            seed=secrets.randbits(31) if body.seed is None else body.seed,
+            max_duration_s=body.max_duration_s or longest_s,
+        )
+
+    def _preset(self, body: CreateBody) -> Character:
+        if body.character is None:
+            raise Problem(422, "name a preset character, or send an image", field="character")
+        for field in ("name", "persona"):
+            if getattr(body, field) is not None:
+                raise Problem(422, "a preset has its own; send it with an image", field=field)
+        if body.character not in self.characters:
+            raise Problem(422, "no such character; see /v1/characters", field="character")
+        return self.characters[body.character]
