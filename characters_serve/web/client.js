@@ -118,6 +118,7 @@ export class CharacterSession extends EventTarget {
   #life = new AbortController();
   #turns = new Turns();
   #characterSpeaks = false;
+  #reconnections = 0;
 
   /** @param {{baseUrl?: string, serverKey?: string}} [options] serverKey: only where the page may hold it */
   constructor({ baseUrl = "", serverKey } = {}) {
@@ -289,7 +290,7 @@ export class CharacterSession extends EventTarget {
    * @returns {Promise<Record<string, number|null>>}
    */
   async stats() {
-    const figures = { ...this.#metrics, media_ms: this.#mediaMs };
+    const figures = { ...this.#metrics, media_ms: this.#mediaMs, reconnections: this.#reconnections };
     const report = await this.#pc?.getStats();
     if (!report) return figures;
     /** @type {any} */ let video = {};
@@ -521,6 +522,7 @@ export class CharacterSession extends EventTarget {
           });
         }
         await this.#connect({ takeover: true, timeoutMs: TAKEOVER_TIMEOUT_MS });
+        this.#reconnections++;
         return this.#goLive();
       } catch (cause) {
         if (this.#finished) return;

@@ -303,7 +303,7 @@ function showBusy(error, again) {
     $("error-text").textContent = `${error.message.replace(/[;,]? (please )?try again.*$/i, ".")} ${then}`;
     if (leftS <= 0) clearInterval(ticking);
   };
-  showNotice({ tone: "warn", title: error.status === 429 ? "Too many tries" : "The server is full", text: "", action: again });
+  showNotice({ tone: "warn", title: error.status === 429 ? "Too many tries" : "The server is busy", text: "", action: again });
   const ticking = setInterval(write, 1000);
   noticeScope.signal.addEventListener("abort", () => clearInterval(ticking));
   write();
