@@ -27,8 +27,8 @@ Emit = Callable[[AgentEvent], None]
 class Agent(Protocol):
     """One session's agent. All calls come from one event loop; only open and close may wait.
 
-    Utterance ids grow from 1 and are never used twice. An utterance that was dropped before its
-    first audio leaves a gap, so that a late interrupt can never hit its successor.
+    Utterance ids grow from 1; none is heard twice. An utterance that the host dropped before its
+    first audio leaves a gap, so that a repeated interrupt can never hit its successor.
     """
 
     async def open(self) -> AgentStarted:

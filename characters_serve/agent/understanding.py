@@ -288,6 +288,16 @@ _COMMON = frozenset(_COMMON_WORDS.split())
 THRESHOLD = 0.72
 
 
+# What a user tells or asks about a thing of their own choice; the persona takes up the rest.
+_OPEN_FORMS = re.compile(
+    r"\b(?:my name is|call me|i live in|i am from|i come from) \w"
+    r"|\bi (?:really |also )?(?:like|love|enjoy) (?!you\b)\w"
+    r"|\b(?:do|would) you (?:like|love|enjoy) \w"
+)
+# Not listened for: a recogniser that expects them hears them in what was no insult.
+_UNEXPECTED = frozenset({"insult", "praise"})
+
+
 @dataclass(frozen=True)
 class Understood:
     intent: str
@@ -309,6 +319,26 @@ def understand(normalised: str) -> Understood | None:
         if best is None or likeness > best.likeness:
             best = Understood(intent, likeness)
     return best if best is not None and best.likeness >= THRESHOLD else None
+
+
+def known_phrases() -> list[str]:
+    """All phrases worth listening for, each once."""
+    phrases = {
+        phrase
+        for intent, phrases in _PHRASES.items()
+        if intent not in _UNEXPECTED
+        for phrase in phrases
+    }
+    return sorted(phrases)
+
+
+def is_clear(heard: str) -> bool:
+    """Whether the words need no second guess: a known phrase, or a known form around new words."""
+    text = normalise(heard)
+    if _OPEN_FORMS.search(text):
+        return True
+    understood = understand(text)
+    return understood is not None and understood.likeness >= 0.95
 
 
 def alike(left: str, right: str) -> float:

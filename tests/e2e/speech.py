@@ -5,6 +5,7 @@ from __future__ import annotations
 import wave
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soxr
@@ -22,7 +23,8 @@ def _voice() -> HibariVoice:
 def question_pcm(text: str, sample_rate: int) -> bytes:
     """The words alone, without silence around them."""
     voice = np.frombuffer(_voice().synthesize(text), "<i2")
-    return soxr.resample(voice, SAMPLE_RATE, sample_rate).astype("<i2").tobytes()
+    resampled: np.ndarray[Any, Any] = soxr.resample(voice, SAMPLE_RATE, sample_rate)
+    return resampled.astype("<i2").tobytes()
 
 
 def question_wav(path: Path, text: str, lead_silence_s: float, tail_silence_s: float) -> Path:

@@ -297,3 +297,11 @@ async def test_nothing_is_emitted_after_the_end(models: LocalModels) -> None:
     s.agent.say("Too late.")
     await asyncio.sleep(0.1)
     assert len(s.events) == events
+
+
+async def test_a_microphone_that_falls_away_ends_the_turn(models: LocalModels) -> None:
+    async with scene(models) as s:
+        await s.speak("What is your name?", tail_ms=0)
+        assert s.transcripts("user") == []
+        pieces = await s.until_said(1)
+        assert "Mira" in " ".join(piece.text for piece in pieces)

@@ -1,0 +1,111 @@
+"""The recognisers on real synthetic speech, and which of them is taken."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from characters_serve.agent.ears import load_ears
+from characters_serve.agent.pocketsphinx_ears import Hearing, PocketsphinxEars, choose
+from characters_serve.agent.understanding import normalise
+from characters_serve.agent.whisper_ears import clean_words, find_model
+from characters_serve.config import AgentConfig
+from tests.e2e.speech import question_pcm
+
+HEARD = Hearing("canadian", score=-0.46, acoustic=-580.0, first_frame=16, last_frame=80)
+KNOWN = Hearing("who made you", score=-0.25, acoustic=-305.0, first_frame=16, last_frame=80)
+
+
+@pytest.fixture(scope="module")
+def ears() -> PocketsphinxEars:
+    return PocketsphinxEars()
+
+
+def listen(ears: PocketsphinxEars, text: str) -> str:
+    pcm = bytes(6400) + question_pcm(text, 16_000) + bytes(6400)
+    ears.begin()
+    for offset in range(0, len(pcm), 2048):
+        ears.feed(pcm[offset : offset + 2048])
+    return normalise(ears.finish())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is your name?",
+        "Where do you live?",
+        "What do you like?",
+        "What can you do?",
+        "What day is it today?",
+        "Hello.",
+        "Are you a robot?",
+        "Tell me a joke.",
+        "What is seven plus five?",
+        # no phrases: these must come through as they are
+        "My name is Peter.",
+        "I like music.",
+        "My sister has a new car.",
+    ],
+)
+def test_pocketsphinx_hears(ears: PocketsphinxEars, text: str) -> None:
+    assert listen(ears, text) == normalise(text)
+
+
+def test_a_turn_that_was_left_open_does_not_reach_the_next(ears: PocketsphinxEars) -> None:
+    ears.begin()
+    ears.feed(question_pcm("Tell me a joke.", 16_000))
+    assert listen(ears, "What is your name?") == "what is your name"
+
+
+def test_silence_is_no_word(ears: PocketsphinxEars) -> None:
+    ears.begin()
+    ears.feed(bytes(32_000))
+    assert ears.finish() == ""
+
+
+def test_a_phrase_is_believed_only_if_it_explains_the_sounds() -> None:
+    assert choose(HEARD, KNOWN) == "who made you"
+    assert choose(HEARD, None) == "canadian"
+    assert choose(None, KNOWN) == ""
+    assert choose(HEARD, replace(KNOWN, last_frame=40)) == "canadian"
+    assert choose(HEARD, replace(KNOWN, first_frame=40)) == "canadian"
+    assert choose(HEARD, replace(KNOWN, acoustic=-650.0)) == "canadian"
+    assert choose(HEARD, replace(KNOWN, score=-0.5)) == "canadian"
+    clear = replace(HEARD, words="i like music")
+    assert choose(clear, replace(KNOWN, words="i like you")) == "i like music"
+
+
+def test_auto_takes_what_there_is_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHARACTERS_WHISPER_MODEL", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        ears = load_ears(AgentConfig())
+    assert "pocketsphinx" in ears.description
+    assert "misunderstands more than whisper" in caplog.text
+
+
+def test_whisper_by_name_is_had_or_refused(tmp_path: Path) -> None:
+    for config in (
+        AgentConfig(recogniser="whisper", whisper_model=str(tmp_path)),
+        AgentConfig(whisper_model=str(tmp_path)),
+    ):
+        with pytest.raises(RuntimeError, match=r"agent\.recogniser"):
+            load_ears(config)
+
+
+def test_where_a_whisper_model_is_looked_for(tmp_path: Path) -> None:
+    for name in ("configured", "environment"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.bin").write_bytes(b"")
+    environment = {"CHARACTERS_WHISPER_MODEL": str(tmp_path / "environment")}
+    assert find_model(str(tmp_path / "configured"), environment) == tmp_path / "configured"
+    assert find_model(None, environment) == tmp_path / "environment"
+    assert find_model(str(tmp_path / "nothing"), environment) is None
+
+
+def test_sounds_that_are_no_words_are_left_out() -> None:
+    assert clean_words(" [BLANK_AUDIO] (coughs) Hello. ♪ ") == "Hello."
