@@ -48,6 +48,11 @@ _NOT_NAMES = (
     "a an the not so very really just fine good great well happy sad tired bored sick lonely here "
     "back sorry sure okay from in at on glad doing going looking trying hungry cold hot afraid busy"
 )
+_HELLO = re.compile(r"^(?:hi|hello|hey)(?: there)?\b(?=[,.! ])", re.IGNORECASE)
+_GREETS = re.compile(
+    r"\b(?:hi|hello|hey|hullo|howdy|welcome|greetings|ahoy|good (?:day|morning|afternoon|evening))\b",
+    re.IGNORECASE,
+)
 _NO_QUESTION_AFTER = frozenset({"goodbye", "repeat", "stop", "insult"})
 # Facts with questions of their own.
 _ASKED_FACTS = frozenset({"age", "home", "job", "favorite color", "favorite food", "fun fact"})
@@ -88,11 +93,8 @@ class ScriptedPersona:
         own = own.replace("{time_of_day}", part).replace("{name}", self._persona.name)
         if not own:
             own = f"I am {self._persona.name}. What would you like to talk about?"
-        hello = re.match(r"(?:hi|hello|hey)\b(?:\s+there)?[,.!]?\s*", own, re.IGNORECASE)
-        if hello:
-            own = own[hello.end() :]
-            own = f"{own[:1].upper()}{own[1:]}"
-        if "good morning" not in own.lower() and f"good {part}" not in own.lower():
+        own, replaced = _HELLO.subn(f"Good {part}", own, count=1)
+        if not replaced and not _GREETS.search(" ".join(own.split()[:6])):
             own = f"Good {part}. {own}"
         return self._remember(own)
 

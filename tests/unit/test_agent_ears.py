@@ -15,8 +15,12 @@ from characters_serve.agent.whisper_ears import clean_words, find_model
 from characters_serve.config import AgentConfig
 from tests.e2e.speech import question_pcm
 
-HEARD = Hearing("canadian", score=-0.46, acoustic=-580.0, first_frame=16, last_frame=80)
-KNOWN = Hearing("who made you", score=-0.25, acoustic=-305.0, first_frame=16, last_frame=80)
+HEARD = Hearing(
+    "canadian", score=-0.46, acoustic=-580.0, first_frame=16, last_frame=80, num_frames=200
+)
+KNOWN = Hearing(
+    "who made you", score=-0.25, acoustic=-305.0, first_frame=16, last_frame=80, num_frames=200
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +43,7 @@ def listen(ears: PocketsphinxEars, text: str) -> str:
         "Where do you live?",
         "What do you like?",
         "What can you do?",
+        "Who made you?",
         "What day is it today?",
         "Hello.",
         "Are you a robot?",
@@ -70,7 +75,9 @@ def test_a_phrase_is_believed_only_if_it_explains_the_sounds() -> None:
     assert choose(HEARD, KNOWN) == "who made you"
     assert choose(HEARD, None) == "canadian"
     assert choose(None, KNOWN) == ""
-    assert choose(HEARD, replace(KNOWN, last_frame=40)) == "canadian"
+    assert choose(HEARD, replace(KNOWN, last_frame=60)) == "canadian"
+    assert choose(HEARD, replace(KNOWN, last_frame=60, score=-0.1)) == "who made you"
+    assert choose(HEARD, replace(KNOWN, last_frame=40, score=-0.1)) == "canadian"
     assert choose(HEARD, replace(KNOWN, first_frame=40)) == "canadian"
     assert choose(HEARD, replace(KNOWN, acoustic=-650.0)) == "canadian"
     assert choose(HEARD, replace(KNOWN, score=-0.5)) == "canadian"

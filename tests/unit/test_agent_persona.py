@@ -144,7 +144,13 @@ def test_it_asks_back_now_and_then_but_not_always() -> None:
 
 def test_greetings() -> None:
     greeting = mira().greeting(NOW)
-    assert greeting == "Good morning. I'm Mira. Lovely to meet you."
+    assert greeting == "Good morning, I'm Mira. Lovely to meet you."
+    ahoy = Persona("Bo", "Well, ahoy there! I'm Bo.", {}, [], "")
+    assert ScriptedPersona(ahoy, 1).greeting(NOW) == "Well, ahoy there! I'm Bo."
+    plain = Persona("Bo", "My name is Bo. It is {time_of_day}.", {}, [], "")
+    assert ScriptedPersona(plain, 1).greeting(NOW) == (
+        "Good morning. My name is Bo. It is morning."
+    )
     assert "Good evening" in ScriptedPersona(BARE, 1).greeting(datetime(2026, 1, 1, 22, 0))
     assert "Robin" in ScriptedPersona(BARE, 1).greeting(NOW)
 
