@@ -275,7 +275,7 @@ class UserSpeech:
 
 @dataclass(frozen=True, slots=True)
 class AgentAudio:
-    """Agent speech. utterance_id grows by one with each utterance, from 1; `text` is spoken in it."""
+    """Agent speech. utterance_id grows by one with each utterance, from 1; `text` is its words."""
 
     session_id: str
     utterance_id: int
@@ -314,6 +314,16 @@ class Playback:
 
 @dataclass(frozen=True, slots=True)
 class AgentSay:
+    """The character must speak these very words."""
+
+    session_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserText:
+    """The user typed this: a turn of the conversation, answered as if it had been spoken."""
+
     session_id: str
     text: str
 
@@ -367,6 +377,7 @@ Message = (
     | AgentInterrupt
     | Playback
     | AgentSay
+    | UserText
     | TurnTiming
     | AgentError
 )

@@ -23,6 +23,7 @@ from characters_serve.messages import (
     TurnTiming,
     UserAudio,
     UserSpeech,
+    UserText,
 )
 from characters_serve.session.chunker import Chunker
 from characters_serve.session.counters import Counters
@@ -95,6 +96,11 @@ class Conversation:
         self.last_speech_s = now_s
         self._speech_ended_s = None  # what follows answers a text
         self._to_agent(AgentSay(self._session_id, text))
+
+    def typed(self, text: str, now_s: float) -> None:
+        self.interrupt(now_s)
+        self.last_speech_s = now_s
+        self._to_agent(UserText(self._session_id, text))
 
     def interrupt(self, now_s: float) -> None:
         """Stops what is spoken, and what is thought but not yet heard of here (the next id)."""

@@ -6,6 +6,7 @@ voice, and x264's slow default preset; their packetizers are good and are used h
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from typing import Final
 
@@ -19,6 +20,8 @@ from characters_serve.session.clock import AUDIO_RATE
 VIDEO_CLOCK: Final = 90_000
 _MAX_GOP: Final = 3000  # x264's 250 would force a keyframe every ten seconds
 _LARGE_PICTURE: Final = 640 * 480
+# libvpx's threads wait for each other by spinning: on two busy cores 1088x704 fell to 2 fps.
+_SPARE_CORES: Final = (os.cpu_count() or 1) >= 8
 
 
 class VideoEncoder:
@@ -62,7 +65,7 @@ class VideoEncoder:
         context.gop_size = _MAX_GOP
         context.framerate = Fraction(self._fps, 1)
         context.time_base = Fraction(1, self._fps)
-        context.thread_count = 2 if width * height > _LARGE_PICTURE else 1
+        context.thread_count = 2 if width * height > _LARGE_PICTURE and _SPARE_CORES else 1
         if self._codec == "h264":
             context.profile = "Baseline"
             context.options = {

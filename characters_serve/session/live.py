@@ -217,8 +217,7 @@ class LiveSession:
                 self._conversation.interrupt(now_s)
                 self._lifecycle.activity(now_s)
             case ClientText(_, content):
-                self._conversation.interrupt(now_s)
-                self._conversation.say(content, now_s)
+                self._conversation.typed(content, now_s)
 
     def _about(self) -> dict[str, Any]:
         agent = self._agent
@@ -297,7 +296,8 @@ class LiveSession:
                 "underruns_total", self._playout.underruns - self._reported_underruns
             )
             self._reported_underruns = self._playout.underruns
-            self._ladder.underrun(now_s)
+            if self._playout.speaking:
+                self._ladder.underrun(now_s)
         if self._playout.credits > 0:
             self._wanted.set()
 

@@ -1,0 +1,190 @@
+"""A conversation with invented time: what the client reads and what the agent is told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from characters_serve.config import ModelConfig
+from characters_serve.messages import (
+    AgentAudio,
+    AgentError,
+    AgentInterrupt,
+    AgentSay,
+    Message,
+    Playback,
+    Transcript,
+    TurnTiming,
+    UserAudio,
+    UserSpeech,
+    UserText,
+    VideoChunk,
+)
+from characters_serve.session.chunker import Chunker
+from characters_serve.session.conversation import Conversation
+from characters_serve.session.counters import Counters
+from characters_serve.session.events import EventsChannel
+from characters_serve.session.playout import Playout
+
+MODEL = ModelConfig()
+
+
+class Rig:
+    """Chunker, playout and conversation around an engine that needs no time."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.told: list[Message] = []
+        self.counters = Counters()
+        events = EventsChannel()
+        events.attach(self.sent.append, lambda: 0)
+        self.chunker = Chunker(MODEL, "s", 1)
+        self.playout = Playout(fps=24, voice_samples_per_chunk=8000, target_chunks=2)
+        self.talk = Conversation(
+            "s", self.chunker, self.playout, events, self.counters, self.told.append, 0.0
+        )
+        self.packet = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.packet * 0.02
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds * 50)):
+            while self.playout.credits > 0:
+                step = self.chunker.next(passes=4, listening_energy=self.talk.listening_energy)
+                self.playout.step_sent(
+                    self.now_s, speaking=step.utterance_id != 0 and not step.last
+                )
+                frames = [b"x"] * 4
+                self.playout.push(
+                    VideoChunk(
+                        "s",
+                        step.epoch,
+                        step.chunk_index,
+                        frames,
+                        step.voice_48k,
+                        step.utterance_id,
+                        step.utterance_offset_ms,
+                        step.last,
+                        4,
+                        1.0,
+                        1.0,
+                    ),
+                    self.now_s,
+                )
+            if self.playout.can_start:
+                self.playout.start(self.packet * 24 // 50 + 1)
+            self.playout.packet(self.packet)
+            self.packet += 1
+            self.talk.follow(self.now_s)
+
+    def speak(self, number: int, seconds: float, text: str = "", *, last: bool = True) -> None:
+        pcm = np.full(round(24_000 * seconds), 6000, np.int16).tobytes()
+        self.talk.agent(AgentAudio("s", number, 24_000, pcm, text, last), self.now_s)
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        read = [json.loads(text) for text in self.sent]
+        return [event for event in read if not kind or event["type"] == kind]
+
+    def reports(self) -> list[tuple[str, int]]:
+        return [(m.event, m.utterance_id) for m in self.told if isinstance(m, Playback)]
+
+
+def test_captions_and_states_follow_the_voice() -> None:
+    rig = Rig()
+    rig.run(1)
+    rig.speak(1, 1.0, "Hello.", last=False)
+    rig.speak(1, 1.0, "How are you?")
+    assert rig.events() == []
+    rig.run(0.9)
+    assert [e["type"] for e in rig.events()] == ["bot-started-speaking", "bot-transcription"]
+    rig.run(1.0)
+    assert [e["data"]["text"] for e in rig.events("bot-transcription")] == [
+        "Hello.",
+        "How are you?",
+    ]
+    rig.run(1.0)
+    assert rig.events()[-1]["type"] == "bot-stopped-speaking"
+    assert rig.events()[-1]["data"] == {"interrupted": False, "position_ms": 2000}
+    assert rig.reports() == [("started", 1), ("finished", 1)]
+
+
+def test_barge_in_tells_everybody_where_the_voice_was() -> None:
+    rig = Rig()
+    rig.run(1)
+    rig.speak(1, 5.0, "A long story.")
+    rig.speak(2, 1.0, "And another.")
+    rig.run(2)
+    rig.talk.agent(UserSpeech("s", True, True), rig.now_s)
+    kinds = [event["type"] for event in rig.events()]
+    assert kinds[-3:] == ["user-started-speaking", "bot-interrupted", "bot-stopped-speaking"]
+    position_ms = rig.events()[-1]["data"]["position_ms"]
+    assert 1500 < position_ms < 2000
+    assert rig.reports() == [("started", 1), ("interrupted", 1), ("interrupted", 2)]
+    assert [m.utterance_id for m in rig.told if isinstance(m, AgentInterrupt)] == [2]
+    rig.speak(2, 1.0, "too late")
+    rig.run(1)
+    rig.talk.agent(UserSpeech("s", False, False), rig.now_s)
+    rig.speak(3, 1.0, "Sorry?")
+    rig.run(3)
+    assert rig.reports()[3:] == [("started", 3), ("finished", 3)]
+    assert [e["data"]["text"] for e in rig.events("bot-transcription")] == [
+        "A long story.",
+        "Sorry?",
+    ]
+
+
+def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> None:
+    rig = Rig()
+    rig.run(1)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)
+    rig.run(1)
+    rig.talk.agent(UserSpeech("s", False, False), rig.now_s)  # its silence took 500 ms
+    rig.run(0.1)
+    rig.talk.agent(TurnTiming("s", 1, {"end_of_turn": 500.0, "first_audio": 600.0}), rig.now_s)
+    rig.speak(1, 1.0)
+    rig.run(1)
+    latencies = rig.counters.take().observations["turn_latency_ms"]
+    assert len(latencies) == 1 and 600 < latencies[0] < 600 + 350
+    data = rig.events("metrics")[0]["data"]
+    assert data["turn"]["first_audio"] == 600.0 and data["turn"]["voice"] > 600
+    rig.speak(2, 1.0)
+    rig.run(1)
+    assert "turn_latency_ms" not in rig.counters.take().observations
+
+
+def test_the_clients_wishes_reach_the_agent() -> None:
+    rig = Rig()
+    rig.talk.say("Good evening.", 1.0)
+    rig.talk.typed("Who are you?", 2.0)
+    rig.talk.microphone(bytes(640))
+    kinds = [type(message) for message in rig.told]
+    assert kinds == [AgentSay, AgentInterrupt, UserText, UserAudio]
+    # What is thought but not heard of yet is dropped too.
+    assert rig.told[1] == AgentInterrupt("s", 1)
+
+
+def test_transcripts_and_errors_are_passed_on() -> None:
+    rig = Rig()
+    rig.talk.agent(Transcript("s", "user", "hi", False, 1), 0.0)
+    rig.talk.agent(Transcript("s", "character", "hello", True, 1), 0.0)
+    rig.talk.agent(AgentError("s", "no chat"), 0.0)
+    assert [(e["type"], e["data"]) for e in rig.events()] == [
+        ("user-transcription", {"text": "hi", "final": False}),
+        ("error", {"message": "no chat", "fatal": False}),
+    ]
+
+
+def test_listening_energy_is_there_while_the_user_speaks() -> None:
+    rig = Rig()
+    loud = np.full(320, 4000, np.int16).tobytes()
+    rig.talk.microphone(loud)
+    assert rig.talk.listening_energy == 0
+    rig.talk.agent(UserSpeech("s", True, False), 0.0)
+    for _ in range(50):
+        rig.talk.microphone(loud)
+    assert rig.talk.listening_energy == pytest.approx(1, abs=0.01)
