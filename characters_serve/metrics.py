@@ -130,7 +130,7 @@ class _Hosts(Collector):
             if name not in self._totals and len(self._totals) >= _MAX_HOST_SERIES:
                 continue
             grown = value - self._last.get((group_id, name), 0.0)
-            self._totals[name] = self._totals.get(name, 0.0) + max(0.0, grown)
+            self._totals[name] = self._totals.get(name, 0.0) + grown
             self._last[group_id, name] = value
         self._gauges[group_id] = {
             name: value for name, value in report.gauges.items() if _NAME.fullmatch(name)

@@ -35,6 +35,8 @@ class FakeHost:
         self.link = AsyncControlLink(group_dir, "host")
         self.session: OpenSession | None = None
         self.live = False
+        self.opening = False
+        self.answering = False
         self.chunks = 0
 
     async def run(self) -> None:
@@ -52,12 +54,14 @@ class FakeHost:
             return
         await self.link.ready({"engine": "fake"})
         metrics = asyncio.create_task(self.report())
+        tasks: set[asyncio.Task[None]] = set()
         while True:
             message = await self.link.channel.recv()
             if await self.link.answer(message):
                 await asyncio.sleep(0.05)
                 break
-            await self.handle(message)
+            # As in the real host, what takes time is not waited for before the next request.
+            tasks.add(asyncio.create_task(self.handle(message)))
         metrics.cancel()
 
     async def handle(self, message: Message) -> None:
@@ -74,8 +78,12 @@ class FakeHost:
                     os._exit(4)
                 if persona.instructions == "hang":
                     return
+                if self.opening:
+                    os._exit(8)
                 if persona.instructions == "slow":
+                    self.opening = True
                     await asyncio.sleep(0.5)
+                    self.opening = False
                 self.session = message
                 await send(Done(request_id))
                 await send(SessionState(session_id, "ready", ""))
@@ -88,6 +96,13 @@ class FakeHost:
                     os._exit(5)
                 elif "hang" in sdp:
                     return
+                elif "slow" in sdp:
+                    if self.answering:
+                        os._exit(7)
+                    self.answering = True
+                    await asyncio.sleep(0.1)
+                    self.answering = False
+                    await send(Answer(request_id, session_id, "v=0\r\nanswer"))
                 elif self.live and not takeover:
                     await send(Refused(request_id, 409, "the session is connected already"))
                 else:

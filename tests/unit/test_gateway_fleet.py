@@ -222,7 +222,8 @@ async def test_an_unused_reservation_is_taken_back(tmp_path: Path) -> None:
 async def test_who_comes_while_a_group_is_cleaned_waits_for_it(tmp_path: Path) -> None:
     async with running(fleet_config(tmp_path)) as (fleet, _heard):
         lease = await leased(fleet, instructions="slow close")
-        assert await fleet.reserve("s2", 5) is None, "a held group is not waited for"
+        async with asyncio.timeout(1):
+            assert await fleet.reserve("s2", 5) is None, "a held group is not waited for"
         fleet.release(lease, "done")
         assert await fleet.reserve("s2", 0) is None
         both = await asyncio.gather(fleet.reserve("s2", 1.5), fleet.reserve("s3", 1.5))
