@@ -43,6 +43,10 @@ class Agent(Protocol):
         """Speaks the text as one utterance, after whatever is already queued."""
         ...
 
+    def read(self, text: str) -> None:
+        """A turn that the user typed: answered as if it had been spoken."""
+        ...
+
     def interrupt(self, utterance_id: int) -> None:
         """Drops what is thought or spoken up to and including the id; later utterances live on."""
         ...

@@ -184,6 +184,12 @@ class LocalAgent:
     def say(self, text: str) -> None:
         self._enqueue(text, answers=False, turn=None)
 
+    def read(self, text: str) -> None:
+        self._history.add_user(text)
+        turn = f"{self._unanswered} {text}".strip()
+        self._unanswered = ""
+        self._enqueue(turn, answers=True, turn=None)
+
     def interrupt(self, utterance_id: int) -> None:
         self._drop_until(utterance_id)
 

@@ -25,6 +25,7 @@ from characters_serve.messages import (
     Message,
     Playback,
     UserAudio,
+    UserText,
 )
 from characters_serve.processes import AsyncControlLink
 
@@ -77,6 +78,8 @@ class Worker:
                 self._agent.playback(message)
             case AgentSay(text=text):
                 self._agent.say(text)
+            case UserText(text=text):
+                self._agent.read(text)
             case AgentEnd():
                 await self._end()
             case _:

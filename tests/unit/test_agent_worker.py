@@ -23,6 +23,7 @@ from characters_serve.messages import (
     Playback,
     Transcript,
     UserAudio,
+    UserText,
 )
 from characters_serve.processes import ChildFailed, ChildProcess
 from tests.e2e.speech import question_pcm
@@ -103,6 +104,8 @@ async def test_two_sessions_one_after_the_other(tmp_path: Path) -> None:
         await child.send(AgentInterrupt("a", 2))
         await child.send(AgentSay("a", "One more thing."))
         assert await host.until_said("a", 3) == "One more thing."
+        await child.send(UserText("a", "What is your name?"))
+        assert "Mira" in await host.until_said("a", 4)
 
         await child.send(AgentEnd("a"))
         await child.send(AgentSay("a", "Too late."))
