@@ -86,10 +86,13 @@ class LogMel(nn.Module):
         self.frames = frames
         self.future_frames = future_frames
         margin = (n_fft - win) // 2
-        taper = nn.functional.pad(torch.hann_window(win), (margin, margin))
-        filters = mel_filterbank(num_mels, n_fft, sample_rate, f_min, f_max).T.contiguous()
-        self.register_buffer("taper", taper, persistent=False)
-        self.register_buffer("filters", filters, persistent=False)
+        device = torch.get_default_device()
+        # The filters are chosen by their values, which the meta device has not.
+        with torch.device("cpu"):
+            taper = nn.functional.pad(torch.hann_window(win), (margin, margin))
+            filters = mel_filterbank(num_mels, n_fft, sample_rate, f_min, f_max).T.contiguous()
+        self.register_buffer("taper", taper.to(device), persistent=False)
+        self.register_buffer("filters", filters.to(device), persistent=False)
 
     @property
     def num_frames(self) -> int:

@@ -11,7 +11,7 @@ video token, D model dim, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,7 +91,8 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (q, k, v))
         attended = attend(self.q_norm(q), self.k_norm(k), v)
         activated = functional.gelu(mlp, approximate="tanh")
-        return x_BSD + modulation.gate * self.out_projection(torch.cat([attended, activated], -1))
+        out: Tensor = self.out_projection(torch.cat([attended, activated], -1))
+        return x_BSD + modulation.gate * out
 
 
 class FinalLayer(nn.Module):
@@ -141,7 +142,10 @@ class CharacterDiT(nn.Module):
             nn.Linear(_TIME_FEATURES, dim), nn.SiLU(), nn.Linear(dim, dim)
         )
         self.prefix_embedding = nn.Parameter(torch.randn(dim) * 0.1)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.num_blocks))
+        # ModuleList is no generic type; as a sequence its elements are blocks to the type checker.
+        self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
+            Block(model) for _ in range(model.num_blocks)
+        )
         self.final = FinalLayer(model)
 
     def noise_embedding(self, level: Tensor) -> Tensor:
@@ -212,10 +216,11 @@ class CharacterDiT(nn.Module):
                 modulation.blocks[index],
                 lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
             )
-        return self.final(x[..., : self.config.video_tokens, :], *modulation.final)
+        clean: Tensor = self.final(x[..., : self.config.video_tokens, :], *modulation.final)
+        return clean
 
     def embed_chunk(self, noisy_BVC: Tensor, condition: StepCondition) -> Tensor:
-        """Video tokens with their place and the chunk's condition, then audio and control tokens."""
+        """Video tokens with their place and the chunk's condition, then audio and control."""
         video = self.latent_in(noisy_BVC) + self.place + condition.bias
         return torch.cat([video, condition.tokens], dim=-2)
 

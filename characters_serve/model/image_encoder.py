@@ -29,7 +29,8 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean_square = x.float().square().mean(1, keepdim=True)
         scale = torch.rsqrt(mean_square + 1e-5).to(x.dtype) * self.norm[:, None, None].to(x.dtype)
-        return x + self.conv_out(functional.silu(self.conv_in(x * scale)))
+        out: Tensor = x + self.conv_out(functional.silu(self.conv_in(x * scale)))
+        return out
 
 
 class ImageEncoder(nn.Module):

@@ -48,9 +48,9 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
 ) -> KVCache:
     positions = rotary_positions(model, device)
-    kind = RingCache if optimizations.ring_cache else PlainCache
-    if optimizations.write_time_rope and not optimizations.ring_cache:
-        kind = ShiftedCache
+    kind: type[PlainCache | ShiftedCache] = PlainCache
+    if optimizations.write_time_rope:
+        kind = RingCache if optimizations.ring_cache else ShiftedCache
     return kind(model, positions, batch, device, dtype)
 
 

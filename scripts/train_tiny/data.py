@@ -19,9 +19,7 @@ from characters_serve.config import ModelConfig
 from characters_serve.model.audio import LOG_FLOOR, LOG_MEL_MEAN, LOG_MEL_STD, LogMel
 from characters_serve.model.idle_controls import NUM_CONTROLS
 from scripts.train_tiny.renderer import Renderer, sample_characters
-
-MEL_LOW, MEL_HIGH = -14.0, 10.0
-"""The range of log-mel values that is stored in eight bits."""
+from scripts.train_tiny.visemes import MEL_HIGH, MEL_LOW
 
 LOWEST = (math.log(LOG_FLOOR) - LOG_MEL_MEAN) / LOG_MEL_STD
 """Digital silence."""
@@ -38,7 +36,7 @@ class Clips(NamedTuple):
 
     def idle_by_chunk(self, frames: int) -> Tensor:
         """(N, K, frames, 7): what the model is told of the idle motion."""
-        return self.controls[..., :NUM_CONTROLS].unflatten(1, (-1, frames))
+        return torch.unflatten(self.controls[..., :NUM_CONTROLS], 1, (-1, frames))
 
 
 class ClipSource:
@@ -85,14 +83,10 @@ class ClipSource:
         """References look at the viewer, heads near the middle, mouths closed in most."""
         device = self.device
         rows = torch.randint(0, len(self._idle), (count,), generator=generator, device=device)
-        times = torch.randint(
-            0, self._idle.shape[1], (count,), generator=generator, device=device
-        )
+        times = torch.randint(0, self._idle.shape[1], (count,), generator=generator, device=device)
         weights = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.3, 0.3, 0.5], device=device)
         idle = self._idle[rows, times].float() * weights
-        where = torch.randint(
-            16, self._held_out - 16, (count,), generator=generator, device=device
-        )
+        where = torch.randint(16, self._held_out - 16, (count,), generator=generator, device=device)
         open_mouth = torch.rand(count, 1, generator=generator, device=device) < 0.12
         mouth = torch.where(open_mouth, self._viseme[where].float() / 255, 0.0)
         return torch.cat([idle, mouth], dim=-1)
@@ -128,7 +122,7 @@ def render_clips(renderer: Renderer, clips: Clips) -> Tensor:
     count, length = clips.controls.shape[:2]
     attributes = clips.attributes[:, None].expand(-1, length, -1)
     rendered: Tensor = renderer(attributes.flatten(0, 1), clips.controls.flatten(0, 1))
-    return rendered.unflatten(0, (count, length)).float()
+    return torch.unflatten(rendered, 0, (count, length)).float()
 
 
 def render_references(renderer: Renderer, clips: Clips) -> Tensor:

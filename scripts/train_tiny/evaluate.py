@@ -124,9 +124,7 @@ def _score_window(
     read, truth_open = torch.stack(reads), torch.stack(truths)
     lags = {
         lag: round(
-            correlation(
-                read[:, 3 + lag : read.shape[1] - 3 + lag], truth_open[:, 3:-3]
-            ),
+            correlation(read[:, 3 + lag : read.shape[1] - 3 + lag], truth_open[:, 3:-3]),
             3,
         )
         for lag in LAGS

@@ -86,7 +86,8 @@ def _orthogonalise(gradients: Tensor) -> Tensor:
     for _ in range(5):
         a = x @ x.mT
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
-    return x.mT if transposed else x
+    result: Tensor = x.mT if transposed else x
+    return result
 
 
 class MuonAdamW:
@@ -108,11 +109,13 @@ class MuonAdamW:
         chosen = {id(p) for p in matrices}
         rest = [p for p in self.parameters if id(p) not in chosen]
         fused = self.parameters[0].is_cuda
-        self._adam = torch.optim.AdamW(rest, lr=1e-3, betas=(0.9, 0.98), weight_decay=0, fused=fused)
+        self._adam = torch.optim.AdamW(
+            rest, lr=1e-3, betas=(0.9, 0.98), weight_decay=0, fused=fused
+        )
         self._by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
         for p in matrices:
             rows, columns = p.flatten(1).shape
-            self._by_shape.setdefault((rows, columns), []).append(p)  # type: ignore[arg-type]
+            self._by_shape.setdefault((rows, columns), []).append(p)
         self._momentum = {
             shape: torch.zeros(len(group), *shape, device=group[0].device)
             for shape, group in self._by_shape.items()
@@ -176,7 +179,9 @@ def crop_mouth(frames: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
     ys = y[None, :, None] * scale[:, None, None] + centre[:, 1, None, None]
     xs = x[None, None] * scale[:, None, None] + centre[:, 0, None, None]
     shape = (len(frames), rows, columns)
-    place = torch.stack([(xs / width * 2 - 1).expand(shape), (ys / height * 2 - 1).expand(shape)], -1)
+    place = torch.stack(
+        [(xs / width * 2 - 1).expand(shape), (ys / height * 2 - 1).expand(shape)], -1
+    )
     return functional.grid_sample(frames.float(), place, align_corners=False)
 
 

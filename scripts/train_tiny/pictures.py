@@ -37,5 +37,3 @@ def save_curves(curves: dict[str, list[tuple[float, float]]], path: Path) -> Non
     axes.legend()
     figure.savefig(path, dpi=100, bbox_inches="tight")
     pyplot.close(figure)
-
-

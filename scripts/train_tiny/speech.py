@@ -40,20 +40,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import espeakng_loader
 import hibari
-import onnxruntime
+import onnxruntime  # type: ignore[import-untyped]
 import soxr
 import torch
 
 from characters_serve.model.audio import LogMel
 from scripts.train_tiny.sentences import Sentences
-from scripts.train_tiny.visemes import TRACK_RATE, VIDEO_RATE, Phoneme, mouth_track
+from scripts.train_tiny.visemes import (
+    MEL_HIGH,
+    MEL_LOW,
+    TRACK_RATE,
+    VIDEO_RATE,
+    Phoneme,
+    mouth_track,
+)
 
 SAMPLE_RATE: Final = 24000
 FRAMES_PER_CHUNK: Final = 4
 SAMPLES_PER_FRAME: Final = SAMPLE_RATE // VIDEO_RATE
-MEL_LOW: Final = -14.0
-MEL_HIGH: Final = 10.0
-"""The range of log-mel values that is quantised to 0..255."""
 
 Samples = NDArray[np.float32]
 
@@ -61,7 +65,7 @@ Samples = NDArray[np.float32]
 def quantise_mel(log_mel: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Log-mel values to 0..255; the inverse is ``MEL_LOW + q / 255 * (MEL_HIGH - MEL_LOW)``."""
     scaled = (log_mel - MEL_LOW) / (MEL_HIGH - MEL_LOW) * 255.0
-    return np.clip(np.rint(scaled), 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(np.rint(scaled), 0, 255), np.uint8)
 
 
 def dequantise_mel(quantised: torch.Tensor) -> torch.Tensor:
@@ -319,11 +323,11 @@ class ClipMaker:
             coefficient = rng.uniform(-0.4, 0.4)
             pcm = pcm - coefficient * np.concatenate([[0.0], pcm[:-1]]).astype(np.float32)
         if rng.random() < 0.15:  # digital silence, as the server feeds it
-            return (pcm * level).astype(np.float32)
+            return np.asarray(pcm * level, np.float32)
         noise = self._noise.standard_normal(len(pcm))
         noise = 0.5 * noise + 0.5 * np.convolve(noise, np.ones(12) / np.sqrt(12.0), mode="same")
         noise *= 10.0 ** (rng.uniform(-80.0, -50.0) / 20.0)
-        return np.clip(pcm * level + noise, -1.0, 1.0).astype(np.float32)
+        return np.asarray(np.clip(pcm * level + noise, -1.0, 1.0), np.float32)
 
 
 def _resampled(spoken: Utterance, factor: float) -> Utterance:

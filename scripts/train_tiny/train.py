@@ -1,6 +1,6 @@
 """Trains the embedded character end to end and exports it into the package.
 
-    python -m scripts.train_tiny.train --data scripts/train_tiny/data --run scripts/train_tiny/runs/1
+  python -m scripts.train_tiny.train --data scripts/train_tiny/data --run scripts/train_tiny/runs/1
 
 Stages: autoencoder, transformer (teacher forcing, then self-rollout), scores, export. Takes one
 H200-class GPU about twenty minutes; on a CPU it only proves that the code runs.
@@ -107,7 +107,7 @@ def main() -> None:
         )
         say(json.dumps(scores))
     (options.run / "scores.json").write_text(json.dumps(scores, indent=1))
-    curves = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for file, keys in (("autoencoder.json", ["loss"]), ("dit.json", ["latent", "picture"])):
         if (options.run / file).exists():
             log = json.loads((options.run / file).read_text())["log"]

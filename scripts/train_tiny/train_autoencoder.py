@@ -54,7 +54,7 @@ def region_weights(clips: Clips) -> Tensor:
     attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
     mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
     weights = 1 + 5 * mouth + 4 * eyes
-    return weights.unflatten(0, (count, length))
+    return torch.unflatten(weights, 0, (count, length))
 
 
 class Autoencoder(nn.Module):
@@ -66,10 +66,11 @@ class Autoencoder(nn.Module):
 
     def encode(self, frames: Tensor, reference: Tensor) -> Tensor:
         """(N, T, 3, H, W) -> (N, K, tokens, C)."""
-        chunks = frames.unflatten(1, (-1, self.model.frames_per_chunk))
+        chunks = torch.unflatten(frames, 1, (-1, self.model.frames_per_chunk))
         count, length = chunks.shape[:2]
         references = reference.repeat_interleave(length, dim=0)
-        return self.encoder(chunks.flatten(0, 1), references).unflatten(0, (count, length))
+        latent: Tensor = self.encoder(chunks.flatten(0, 1), references)
+        return torch.unflatten(latent, 0, (count, length))
 
     def decode(self, latent: Tensor, reference: Tensor, previous: Tensor | None = None) -> Tensor:
         """All chunks of a clip at once, each beside the one before: (N, K, tokens, C) -> frames.
@@ -82,9 +83,9 @@ class Autoencoder(nn.Module):
         features = self.decoder.pyramid(reference)
         repeated = type(features)(*(f.repeat_interleave(length, dim=0) for f in features))
         grid = (self.model.grid_rows, self.model.grid_columns)
-        state = DecoderState(repeated, before.transpose(-1, -2).unflatten(-1, grid))
+        state = DecoderState(repeated, torch.unflatten(before.transpose(-1, -2), -1, grid))
         frames, _ = self.decoder.decoder(latent.flatten(0, 1), state)
-        return frames.unflatten(0, (count, length)).flatten(1, 2).float()
+        return torch.unflatten(frames, 0, (count, length)).flatten(1, 2).float()
 
     def forward(self, frames: Tensor, reference: Tensor) -> Tensor:
         latent = self.encode(frames, reference)
@@ -106,7 +107,7 @@ def train_autoencoder(
     device = source.device
     generator = _generator(source, seed)
     torch.manual_seed(seed)
-    network = Autoencoder(model).to(device).to(memory_format=torch.channels_last)
+    network = _autoencoder(model, device)
     forward = torch.compile(network) if device.type == "cuda" else network
     optimizer = MuonAdamW([network], adam_only=("motion", "fine_flow", "paint", "layers.1."))
     average = AveragedWeights(network)
@@ -224,7 +225,7 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
 
     change = (truth.diff(dim=1)).abs().mean(2, keepdim=True)
     wrong = (made.diff(dim=1) - truth.diff(dim=1)).abs().mean(2, keepdim=True)
-    inside = mouth.unflatten(0, truth.shape[:2])[:, 1:]
+    inside = torch.unflatten(mouth, 0, truth.shape[:2])[:, 1:]
     area = inside.sum().clamp(min=1)
     return {
         "whole_db": decibels(None),
@@ -238,14 +239,22 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
 def halved(network: nn.Module) -> dict[str, Tensor]:
     """State in fp16, but for the latent's statistics, which overflow it."""
     state = network.state_dict()
-    return {k: v if "norm.running" in k or not v.is_floating_point() else v.half()
-            for k, v in state.items()}
+    return {
+        k: v if "norm.running" in k or not v.is_floating_point() else v.half()
+        for k, v in state.items()
+    }
 
 
 def load_autoencoder(model: ModelConfig, run: Path, device: torch.device) -> Autoencoder:
-    network = Autoencoder(model).to(device).to(memory_format=torch.channels_last)
+    network = _autoencoder(model, device)
     network.load_state_dict(torch.load(run / "autoencoder.pt", map_location=device))
     return network.eval().requires_grad_(False)
+
+
+def _autoencoder(model: ModelConfig, device: torch.device) -> Autoencoder:
+    network = Autoencoder(model).to(device)
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network
 
 
 def _generator(source: ClipSource, seed: int) -> torch.Generator:
@@ -254,4 +263,3 @@ def _generator(source: ClipSource, seed: int) -> torch.Generator:
 
 def say(text: str) -> None:
     print(text, flush=True)
-

@@ -139,7 +139,8 @@ def windowed_attention(
         q[:, window - 1 :].flatten(0, 1),
         windows(prefix_k, context_k, k),
         windows(prefix_v, context_v, v),
-    ).unflatten(0, (-1, steady))
+    )
+    late = torch.unflatten(late, 0, (-1, steady))
     return torch.cat([torch.stack(early, dim=1), late], dim=1)
 
 
@@ -149,9 +150,7 @@ class TrainingPass:
     def __init__(self, dit: CharacterDiT, *, compiled: bool) -> None:
         self.dit = dit
         self.positions: RotaryPositions = rotary_positions(dit.config, dit.place.device)
-        self._block = (
-            torch.compile(training_block, dynamic=False) if compiled else training_block
-        )
+        self._block = torch.compile(training_block, dynamic=False) if compiled else training_block
 
     def __call__(
         self,
@@ -167,7 +166,7 @@ class TrainingPass:
         dit, chunks = self.dit, noisy.shape[1]
         condition = dit.condition_on_mel(mel.flatten(0, 1), controls.flatten(0, 1))
         tokens, bias = (
-            part.unflatten(0, (-1, chunks)).repeat(2, 1, 1, 1) for part in condition
+            torch.unflatten(part, 0, (-1, chunks)).repeat(2, 1, 1, 1) for part in condition
         )
         x = dit.embed_chunk(noisy, StepCondition(tokens, bias))
         prefix = dit.embed_prefix(images)

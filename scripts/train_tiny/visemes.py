@@ -20,6 +20,9 @@ MOUTH_CONTROLS: Final = ("open", "width", "round", "teeth", "tongue")
 TRACK_RATE: Final = 480
 """Samples per second at which tracks are blended; a multiple of the video rate."""
 VIDEO_RATE: Final = 24
+MEL_LOW: Final = -14.0
+MEL_HIGH: Final = 10.0
+"""The range of log-mel values that is quantised to 0..255, beside the mouth controls."""
 
 _WINDOW_SECONDS: Final = (0.080, 0.085, 0.105, 0.070, 0.065)
 """Length of the blending window of each mouth control."""
@@ -207,7 +210,7 @@ def mouth_track(
     step = TRACK_RATE // VIDEO_RATE
     result = result.reshape(num_frames, step, 5)[:, step // 2 - 1 : step // 2 + 1].mean(axis=1)
     result[result < 0.012] = 0.0
-    return np.clip(result, 0.0, 1.0).astype(np.float32)
+    return np.asarray(np.clip(result, 0.0, 1.0), np.float32)
 
 
 def _widen(mask: NDArray[np.float64], seconds: float) -> NDArray[np.float64]:

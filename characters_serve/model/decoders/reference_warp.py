@@ -120,7 +120,7 @@ class ReferenceWarpDecoder(nn.Module):
 
     def forward(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """latent: (B, tokens, C) -> frames (B, F, 3, H, W) in [0, 1], and the next state."""
-        z = latent.transpose(-1, -2).unflatten(-1, self.grid)
+        z = torch.unflatten(latent.transpose(-1, -2), -1, self.grid)
         reference = state.reference
         hidden = self.trunk(torch.cat([z, state.previous, reference.pose], dim=1))
 
@@ -141,7 +141,7 @@ class ReferenceWarpDecoder(nn.Module):
         paint = functional.pixel_shuffle(paint + 0.5, 4)
         mask = functional.pixel_shuffle(torch.sigmoid(mask), 4)
         frames = torch.lerp(moved, paint, mask)
-        return frames.unflatten(0, (-1, self.frames)), DecoderState(reference, z)
+        return torch.unflatten(frames, 0, (-1, self.frames)), DecoderState(reference, z)
 
     def _per_frame(self, x: Tensor) -> Tensor:
         """(B, ...) -> (B x F, ...), each repeated for its frames."""
