@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _BUG = Problem(500, "an error of the server; its log has the details")
 _CSP = (
     "default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
-    "worker-src 'self' blob:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
+    "worker-src 'self' blob:; object-src 'none'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
 _ALWAYS = {
