@@ -6,7 +6,7 @@ hibari-tts: 8.7 ms for 1.4 s of speech on one core, 7.9 MB in its wheel, no netw
 from __future__ import annotations
 
 import numpy as np
-from hibari import Hibari  # type: ignore[import-untyped]
+from hibari import Hibari
 
 from characters_serve.agent.sentences import speakable
 

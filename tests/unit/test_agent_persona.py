@@ -64,6 +64,8 @@ def mira(seed: int = 1) -> ScriptedPersona:
         ("my name is peter", "Peter"),
         ("I like music.", "usic"),
         ("I live in London", "ondon"),
+        ("tell me something interesting", "nine hundred ships"),
+        ("what's your favourite movie", "movie"),
         # as the small recogniser heard them
         ("where you from", "lighthouse"),
         ("where do u s", "lighthouse"),
