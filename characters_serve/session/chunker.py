@@ -84,7 +84,6 @@ class Chunker:
         self._queue: deque[_Utterance] = deque()
         self._history: Pcm = np.zeros(self.geometry.lead, np.int16)
         self._chunk_index = 0
-        self._dropped_through = 0
 
     @property
     def speaking(self) -> bool:
@@ -96,8 +95,6 @@ class Chunker:
 
     def add(self, audio: AgentAudio) -> bool:
         """Queues speech; False for what belongs to an utterance that is over or interrupted."""
-        if audio.utterance_id <= self._dropped_through:
-            return False
         utterance = self._queue[-1] if self._queue else None
         if utterance is None or utterance.utterance_id != audio.utterance_id:
             if audio.utterance_id <= self.latest_utterance_id:
@@ -120,7 +117,6 @@ class Chunker:
         """Drops all speech and begins a new epoch; returns the last utterance that this ends."""
         self.epoch += 1
         self._queue.clear()
-        self._dropped_through = self.latest_utterance_id
         self._fade_out(self._history)
         return self.latest_utterance_id
 

@@ -21,6 +21,16 @@ COUNTERS: Final = (
     "client_messages_refused_total",
 )
 
+# Gone with their session; the counters stay.
+SESSION_GAUGES: Final = (
+    "playout_depth",
+    "playout_lead",
+    "video_fps",
+    "rtt_ms",
+    "engine_load",
+    "video_kbps",
+)
+
 
 class Counters:
     """Counters start at zero with the group and only grow."""

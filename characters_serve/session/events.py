@@ -138,6 +138,10 @@ class EventsChannel:
         while self._waiting:
             self._put(self._waiting.popleft())
 
+    @property
+    def attached(self) -> bool:
+        return self._send is not None
+
     def detach(self) -> None:
         """Events of a session without a client are not kept for its next one."""
         self._send = None

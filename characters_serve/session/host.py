@@ -39,7 +39,7 @@ from characters_serve.messages import (
 )
 from characters_serve.processes import AsyncControlLink, ChildFailed
 from characters_serve.session.children import Children
-from characters_serve.session.counters import Counters
+from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
 
@@ -138,6 +138,8 @@ class Host:
             if isinstance(request, CloseSession):
                 async with self._changing:  # it may be closing at this moment
                     return Done(number)
+            if self._session_id == request.session_id:
+                return Refused(number, 409, "the session is starting or ending")
             return Refused(number, 404, "no such session")
         match request:
             case Offer():
@@ -214,7 +216,7 @@ class Host:
                     self._fault(str(error))
             self._state(final, reason)
             self._session_id = None
-            for name in ("playout_depth", "video_fps", "rtt_ms", "engine_load", "video_kbps"):
+            for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 
     def _state(self, state: State, reason: str) -> None:

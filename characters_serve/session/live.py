@@ -42,14 +42,13 @@ from characters_serve.session.lifecycle import (
 from characters_serve.session.offer import OfferRefused, check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
+from characters_serve.session.reporter import Reporter
 from characters_serve.session.tracks import Delivery
 
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-REPORT_S: Final = 1.0
 ENGINE_STALLED_S: Final = 10.0
-FROZEN_FACE_S: Final = 0.5
 
 
 class OfferConflict(RuntimeError):
@@ -106,6 +105,9 @@ class LiveSession:
             period_s=model.chunk_period_s,
             overlapped=config.optimizations.dedicated_decoder,
         )
+        self._reporter = Reporter(
+            counters, self._events, self._playout, self._ladder, model.fps, now_s
+        )
         limits = Limits(
             max_duration_s=request.max_duration_s,
             idle_timeout_s=request.idle_timeout_s,
@@ -121,9 +123,6 @@ class LiveSession:
         self._wanted = asyncio.Event()
         self._wanted.set()
         self._chunk_s = now_s
-        self._reported_underruns = 0
-        self._reported_held_ms = 0.0
-        self._avatar_state = "normal"
         self._tasks = [
             asyncio.create_task(self._feed(), name="feed"),
             asyncio.create_task(self._watch(), name="watch"),
@@ -147,6 +146,7 @@ class LiveSession:
                 self._counters.count("offers_refused_total")
                 raise
             await self._drop_peer("replaced by a new offer")
+            self._events.detach()
             model = self._config.model
             delivery = Delivery(self._clock, self._playout, model.width, model.height, self._pulled)
             peer = Peer(self._config.delivery, delivery, self._callbacks())
@@ -186,7 +186,7 @@ class LiveSession:
         if not self._closed:
             self._apply(self._lifecycle.lost(now_s, reason))
         self._counters.count("client_messages_refused_total", peer.messages_refused)
-        self._count_delivery(peer.delivery)
+        self._reporter.count_peer(peer)
         await peer.close()
 
     def _channel_opened(self, label: Literal["events", "probe"], channel: Any) -> None:
@@ -291,20 +291,14 @@ class LiveSession:
         """A picture or a packet has just been handed out."""
         now_s = time.monotonic()
         self._conversation.follow(now_s)
-        if self._playout.underruns > self._reported_underruns:
-            self._counters.count(
-                "underruns_total", self._playout.underruns - self._reported_underruns
-            )
-            self._reported_underruns = self._playout.underruns
-            if self._playout.speaking:
-                self._ladder.underrun(now_s)
+        if self._reporter.new_underruns() and self._playout.speaking:
+            self._ladder.underrun(now_s)
         if self._playout.credits > 0:
             self._wanted.set()
 
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
-        reported_s, frames = time.monotonic(), 0
         while True:
             await asyncio.sleep(TICK_S)
             now_s = time.monotonic()
@@ -312,49 +306,7 @@ class LiveSession:
             self._apply(self._lifecycle.tick(now_s))
             if self._playout.in_flight and now_s - self._chunk_s > ENGINE_STALLED_S:
                 self._fault(f"the engine sent no chunk for {ENGINE_STALLED_S:g} s")
-            self._show_avatar_state()
-            if now_s - reported_s >= REPORT_S:
-                sent = self._peer.delivery.frames_sent if self._peer else 0
-                self._report((sent - frames if sent >= frames else sent) / (now_s - reported_s))
-                reported_s, frames = now_s, sent
-
-    def _report(self, fps: float) -> None:
-        rtt_s = self._peer.rate.rtt_s if self._peer else None
-        rtt_ms = None if rtt_s is None else round(rtt_s * 1000, 1)
-        self._counters.gauge("playout_depth", self._playout.depth)
-        self._counters.gauge("video_fps", fps)
-        self._counters.gauge("rtt_ms", rtt_ms)
-        self._counters.gauge("engine_load", self._ladder.load)
-        self._counters.gauge("video_kbps", self._peer.rate.kbps if self._peer else None)
-        held_ms = self._playout.held_slots * 1000 / self._clock.fps
-        self._counters.count("held_ms_total", held_ms - self._reported_held_ms)
-        self._reported_held_ms = held_ms
-        if self._peer is not None:
-            self._count_delivery(self._peer.delivery)
-        self._events.emit(
-            "metrics",
-            {
-                "fps": round(fps, 1),
-                "buffer": round(self._playout.depth, 2),
-                "late": self._playout.underruns,
-                "held_ms": round(held_ms),
-                "passes": self._ladder.passes,
-                "rtt_ms": rtt_ms,
-            },
-        )
-
-    def _count_delivery(self, delivery: Delivery) -> None:
-        sent, skipped = delivery.take_counts()
-        self._counters.count("frames_sent_total", sent)
-        self._counters.count("frames_skipped_total", skipped)
-
-    def _show_avatar_state(self) -> None:
-        state = "degraded" if self._ladder.degraded else "normal"
-        if self._playout.held_s > FROZEN_FACE_S:
-            state = "stalled"
-        if state != self._avatar_state:
-            self._avatar_state = state
-            self._events.emit("server-message", {"kind": "avatar-state", "state": state})
+            self._reporter.tick(now_s, self._peer)
 
     def _apply(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:

@@ -195,6 +195,29 @@ async def test_an_engine_that_dies_fails_the_session_and_ends_the_group(tmp_path
     await host.child.kill()
 
 
+async def test_the_diffusion_engine_plays_and_its_decoder_may_not_die(tmp_path: Path) -> None:
+    model = ModelConfig(weights="synthetic")
+    config = Config(model=model, engine=EngineConfig(device="cpu"), agent=AgentConfig(kind="none"))
+    host = HostParent(tmp_path, config)
+    await host.start()
+    for name in ("one", "two"):
+        assert isinstance(await host.open(name), Done)
+        browser = Browser()
+        await host.connect(name, browser)
+        await until(partial(has_media, browser), 20)
+        if name == "one":
+            assert isinstance(await host.close(name), Done)
+            await browser.close()
+    os.kill(int(host.details["pid_decoder"]), signal.SIGKILL)
+    await until(lambda: bool(host.exits), 10)
+    assert host.states[-1].state == "failed"
+    assert host.states[-1].reason == "decoder exited with code -9"
+    for name in ("pid_rank0", "pid_decoder"):
+        assert not Path(f"/proc/{host.details[name]}").exists()
+    await browser.close()
+    await host.child.kill()
+
+
 async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
     host = HostParent(tmp_path, CONFIG)
     await host.start()

@@ -369,6 +369,20 @@ def test_a_stalled_process_skips_slots_not_content() -> None:
     assert [event.kind for event in events] == ["started", "voiced", "finished"]
 
 
+def test_an_utterance_whose_end_fell_into_a_stall_is_over() -> None:
+    rig = Rig(4)
+    rig.give(chunk(0, utterance_id=1, last=True, speech=7900))
+    for index in range(1, 4):
+        rig.give(chunk(index))
+    rig.start()
+    rig.run(TICKS_PER_CHUNK - 24)
+    rig.playout.picture(3)  # decided, but its sound never left
+    rig.playout.skip_to(24)
+    rig.playout.packet(50)
+    events = rig.events + rig.playout.take_events()
+    assert [event.kind for event in events] == ["started", "voiced", "finished"]
+
+
 def test_a_frame_rate_that_does_not_divide_48_khz_is_refused() -> None:
     with pytest.raises(ValueError, match="fps"):
         Playout(fps=7, voice_samples_per_chunk=CHUNK, target_chunks=2)
