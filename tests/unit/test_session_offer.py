@@ -118,3 +118,4 @@ async def test_an_offer_without_a_common_codec_is_refused() -> None:
     peer = make_peer()
     with pytest.raises(OfferRefused, match="negotiated"):
         await peer.answer(check_offer(sdp.replace("opus/48000", "speex/48000")))
+    assert peer._pc.connectionState == "closed"
