@@ -327,7 +327,9 @@ class LocalAgent:
             self._history.add_user(words)
         heard = f"{self._unanswered} {words}".strip()
         self._unanswered = ""
-        if heard:
+        if heard and self._turns.in_turn:
+            self._unanswered = heard  # the user has already gone on: one answer for all of it
+        elif heard:
             self._asked_pardon = False
             self._enqueue(heard, answers=True, turn=turn)
         elif speech_s >= _PARDON_SPEECH_S and not self._asked_pardon:

@@ -32,8 +32,8 @@ _NOT_NAMES = (
 )
 _HELLO = re.compile(r"^(?:hi|hello|hey)(?: there)?\b(?=[,.! ])", re.IGNORECASE)
 _GREETS = re.compile(
-    r"\b(?:hi|hiya|hello|hey|hullo|howdy|welcome|greetings|ahoy|good (?:day|morning|afternoon|evening))"
-    r"\b",
+    r"\b(?:hi|hiya|hello|hey|hullo|howdy|welcome|greetings|ahoy)\b"
+    r"|\bgood (?:day|morning|afternoon|evening)\b",
     re.IGNORECASE,
 )
 _QUESTION = re.compile(

@@ -305,3 +305,19 @@ async def test_a_microphone_that_falls_away_ends_the_turn(models: LocalModels) -
         assert s.transcripts("user") == []
         pieces = await s.until_said(1)
         assert "Mira" in " ".join(piece.text for piece in pieces)
+
+
+async def test_a_turn_answered_late_waits_for_the_user_to_finish(models: LocalModels) -> None:
+    async with scene(models) as s:
+        first = question_pcm("My name is Peter.", 16_000) + SILENCE_16K * 700
+        second = question_pcm("What is your name?", 16_000) + SILENCE_16K * 700
+        # As after a stall: the second turn has begun before the first has been recognised.
+        s.agent.hear(first + second[: 32 * 500])
+        await s.until(lambda: s.transcripts("user"))
+        await asyncio.sleep(0.3)
+        assert not any(isinstance(e, AgentAudio) for e in s.events)
+        s.agent.hear(second[32 * 500 :])
+        pieces = await s.until_said(1)
+        assert "Peter" in " ".join(piece.text for piece in pieces)
+        assert len(s.transcripts("user")) == 2
+        assert not any(isinstance(e, UserSpeech) and e.barge_in for e in s.events)
