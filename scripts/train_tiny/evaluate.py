@@ -38,7 +38,6 @@ def evaluate(
     seconds: int,
     passes: int,
     window_seconds: int = 10,
-    name: str = "rollout",
 ) -> dict[str, Any]:
     model = dit.config
     per_chunk = model.frames_per_chunk
@@ -72,7 +71,7 @@ def evaluate(
     resets[first_reset :: model.position_reset_steps] = True
     if resets.any():
         result["change_at_resets"] = round(float(change[resets].mean() / change[~resets].mean()), 3)
-    save_sheet(torch.stack(sheet), run / f"{name}.png", columns=9)
+    save_sheet(torch.stack(sheet), run / f"rollout-{passes}.png", columns=9)
     return result
 
 

@@ -325,7 +325,7 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     return out
 
 
-_INDEX: Final = {
+PARAMETER_INDEX: Final = {
     name: index
     for index, name in enumerate(
         prepare(torch.zeros(1, NUM_ATTRIBUTES), torch.zeros(1, NUM_CONTROLS))
@@ -400,7 +400,7 @@ class _Parameters:
         self._table = table
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._table[:, _INDEX[name], None, None]
+        return self._table[:, PARAMETER_INDEX[name], None, None]
 
     def colour(self, name: str) -> Colour:
         return [self[f"{name}.{index}"] for index in range(3)]

@@ -1,9 +1,13 @@
 """Trains the embedded character end to end and exports it into the package.
 
-  python -m scripts.train_tiny.train --data scripts/train_tiny/data --run scripts/train_tiny/runs/1
+    python -m scripts.train_tiny.speech --minutes 100 --out scripts/train_tiny/data/speech.npz
+    python -m scripts.train_tiny.idle_tracks --out scripts/train_tiny/data/idle.npz
+    python -m scripts.train_tiny.fused_renderer --out scripts/train_tiny/data/renderer.cubin
+    python -m scripts.train_tiny.train --run scripts/train_tiny/runs/1 --seconds 1400
 
-Stages: autoencoder, transformer (teacher forcing, then self-rollout), scores, export. Takes one
-H200-class GPU about twenty minutes; on a CPU it only proves that the code runs.
+Stages: autoencoder, transformer (teacher forcing, then self-rollout), export, scores on held-out
+characters and voices. It fits its stages into the seconds it is given on one H200-class GPU; on a
+CPU it only proves that the code runs. A run's folder holds all that a later run can start from.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,29 +24,39 @@ from characters_serve.config import ModelConfig
 from characters_serve.model.weights import save_network
 from scripts.train_tiny.data import ClipSource
 from scripts.train_tiny.evaluate import evaluate
-from scripts.train_tiny.networks import MouthReader
-from scripts.train_tiny.pictures import save_curves
+from scripts.train_tiny.fused_renderer import FusedRenderer
 from scripts.train_tiny.renderer import Renderer
-from scripts.train_tiny.train_autoencoder import load_autoencoder, say, train_autoencoder
+from scripts.train_tiny.train_autoencoder import (
+    load_autoencoder,
+    save_autoencoder,
+    say,
+    train_autoencoder,
+)
 from scripts.train_tiny.train_dit import train_dit
+
+AUTOENCODER_SHARE = 0.38
+EXPORT_AND_SCORE_S = 30.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("scripts/train_tiny/data"))
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--autoencoder-seconds", type=float, default=480)
-    parser.add_argument("--teacher-seconds", type=float, default=280)
-    parser.add_argument("--rollout-seconds", type=float, default=280)
-    parser.add_argument("--autoencoder-batch", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--decoded", type=int, default=22, help="clips a step that are decoded")
-    parser.add_argument("--pool", type=int, default=8192, help="clips the transformer trains on")
-    parser.add_argument("--evaluate-characters", type=int, default=24)
-    parser.add_argument("--evaluate-seconds", type=int, default=180)
+    parser.add_argument("--seconds", type=float, default=1400, help="for everything")
+    parser.add_argument("--autoencoder-batch", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=40)
+    parser.add_argument("--decoded", type=int, default=12, help="clips a step that are decoded")
+    parser.add_argument("--pool", type=int, default=6144, help="clips the transformer trains on")
+    parser.add_argument("--evaluate-characters", type=int, default=12)
+    parser.add_argument("--evaluate-seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reuse-autoencoder", action="store_true")
+    parser.add_argument("--autoencoder-only", action="store_true")
     options = parser.parse_args()
+    started = time.monotonic()
+
+    def left_s() -> float:
+        return float(options.seconds) - EXPORT_AND_SCORE_S - (time.monotonic() - started)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
@@ -53,32 +68,41 @@ def main() -> None:
     options.run.mkdir(parents=True, exist_ok=True)
     model = ModelConfig()
     source = ClipSource(options.data, model, device)
-    renderer = Renderer(device, batch=180 if cuda else 8, compiled=cuda)
-    started = time.monotonic()
+    if cuda:
+        renderer: Renderer = FusedRenderer(device, options.data / "renderer.cubin")
+    else:
+        renderer = Renderer(device, batch=8, compiled=False)
+    record: dict[str, Any] = {}
+
+    def keep(key: str, value: Any) -> None:
+        record[key] = value
+        (options.run / "record.json").write_text(json.dumps(record))
 
     if options.reuse_autoencoder:
-        autoencoder = load_autoencoder(model, options.run, device)
-        reader = MouthReader().to(device).eval()
-        reader.load_state_dict(torch.load(options.run / "mouth_reader.pt", map_location=device))
+        autoencoder, reader = load_autoencoder(model, options.run, device)
     else:
-        autoencoder, reader = train_autoencoder(
+        autoencoder, reader, log = train_autoencoder(
             model,
             source,
             renderer,
             options.run,
-            seconds=options.autoencoder_seconds,
+            seconds=left_s() * (1.0 if options.autoencoder_only else AUTOENCODER_SHARE),
             batch=options.autoencoder_batch,
             rate=2e-3,
             seed=options.seed,
         )
-    dit, painter = train_dit(
+        keep("autoencoder", log)
+        save_autoencoder(autoencoder, reader, options.run)
+        save_network(autoencoder.decoder, options.run, "decoder")
+    say(f"{left_s():.0f} s left for the transformer")
+    if options.autoencoder_only:
+        return
+    dit, painter, log = train_dit(
         model,
         autoencoder,
         source,
         renderer,
-        options.run,
-        teacher_seconds=options.teacher_seconds,
-        rollout_seconds=options.rollout_seconds,
+        seconds_left=left_s,
         pool_size=options.pool,
         pool_chunks=20 if cuda else 6,
         batch=options.batch,
@@ -89,10 +113,10 @@ def main() -> None:
     )
     save_network(dit, options.run, "dit")
     save_network(painter.decoder, options.run, "decoder")
+    keep("dit", log)
     say(f"exported after {time.monotonic() - started:.0f} s")
-    scores = {}
-    for passes in (4, 2):
-        scores[f"{passes} passes"] = evaluate(
+    for passes, seconds in ((4, options.evaluate_seconds), (2, min(20, options.evaluate_seconds))):
+        score = evaluate(
             dit,
             painter,
             reader,
@@ -100,22 +124,12 @@ def main() -> None:
             renderer,
             options.run,
             characters=options.evaluate_characters,
-            seconds=options.evaluate_seconds if passes == 4 else 20,
+            seconds=seconds,
             passes=passes,
             window_seconds=8 if cuda else 1,
-            name=f"rollout-{passes}",
         )
-        say(json.dumps(scores))
-    (options.run / "scores.json").write_text(json.dumps(scores, indent=1))
-    curves: dict[str, list[tuple[float, float]]] = {}
-    for file, keys in (("autoencoder.json", ["loss"]), ("dit.json", ["latent", "picture"])):
-        if (options.run / file).exists():
-            log = json.loads((options.run / file).read_text())["log"]
-            curves |= {f"{file[:-5]} {k}": [(e["seconds"], e[k]) for e in log] for k in keys}
-    try:
-        save_curves(curves, options.run / "curves.png")
-    except ImportError:
-        say("no matplotlib: curves.png not drawn")
+        keep(f"scores of {passes} passes", score)
+        say(json.dumps(score))
     say(f"done in {time.monotonic() - started:.0f} s")
 
 

@@ -5,13 +5,13 @@ In: clips on demand. Out: RUN/encoder.pt, RUN/decoder.pt, RUN/mouth_reader.pt, c
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,8 +31,6 @@ from scripts.train_tiny.renderer import Renderer, mouth_box, region_masks
 
 LATENT_NOISE = 0.1
 CHUNKS_PER_CLIP = 2
-COMPILE_STEPS = 3
-"""The clock of a stage starts after these."""
 
 
 def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
@@ -103,12 +101,12 @@ def train_autoencoder(
     batch: int,
     rate: float,
     seed: int,
-) -> tuple[Autoencoder, MouthReader]:
+) -> tuple[Autoencoder, MouthReader, dict[str, Any]]:
+    """Returns averaged weights, the yardstick, and the record of the run."""
     device = source.device
     generator = _generator(source, seed)
     torch.manual_seed(seed)
     network = _autoencoder(model, device)
-    forward = torch.compile(network) if device.type == "cuda" else network
     optimizer = MuonAdamW([network], adam_only=("motion", "fine_flow", "paint", "layers.1."))
     average = AveragedWeights(network)
     frames = CHUNKS_PER_CLIP * model.frames_per_chunk
@@ -116,15 +114,12 @@ def train_autoencoder(
     started = time.monotonic()
     step = 0
     while (elapsed := time.monotonic() - started) < seconds:
-        if step == COMPILE_STEPS:
-            say(f"autoencoder compiled in {elapsed:.1f} s")
-            started = time.monotonic()
         clips = source.sample(batch, frames, generator)
         with torch.no_grad():
             truth, reference = render_with_references(renderer, clips)
             weights = region_weights(clips)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-            made = forward(truth, reference)
+            made = network(truth, reference)
         loss = picture_loss(made, truth, weights)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(optimizer.parameters, 1.0)
@@ -141,15 +136,11 @@ def train_autoencoder(
     reader = train_mouth_reader(source, renderer, seed)
     report = score_autoencoder(network, reader, source, renderer, run)
     say(f"autoencoder {step} steps: {report}")
-    (run / "autoencoder.json").write_text(json.dumps({"log": log, "score": report, "steps": step}))
-    torch.save(network.state_dict(), run / "autoencoder.pt")
-    torch.save(halved(network.encoder), run / "encoder.pt")
-    torch.save(reader.state_dict(), run / "mouth_reader.pt")
-    return network, reader
+    return network, reader, {"log": log, "steps": step, "score": report}
 
 
 def train_mouth_reader(
-    source: ClipSource, renderer: Renderer, seed: int, steps: int = 500
+    source: ClipSource, renderer: Renderer, seed: int, steps: int = 300
 ) -> MouthReader:
     """Learns to read mouth controls from true pictures: the yardstick, never a training signal."""
     generator = _generator(source, seed + 1)
@@ -236,19 +227,27 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
     }
 
 
-def halved(network: nn.Module) -> dict[str, Tensor]:
-    """State in fp16, but for the latent's statistics, which overflow it."""
-    state = network.state_dict()
-    return {
-        k: v if "norm.running" in k or not v.is_floating_point() else v.half()
-        for k, v in state.items()
-    }
+def save_autoencoder(network: Autoencoder, reader: MouthReader, run: Path) -> None:
+    """In fp16, but for the latent's statistics, which overflow it."""
+
+    def halved(part: nn.Module) -> dict[str, Tensor]:
+        return {
+            key: value.half() if value.is_floating_point() and "running" not in key else value
+            for key, value in part.state_dict().items()
+        }
+
+    torch.save(halved(network.encoder), run / "encoder.pt")
+    torch.save(halved(reader), run / "mouth_reader.pt")
 
 
-def load_autoencoder(model: ModelConfig, run: Path, device: torch.device) -> Autoencoder:
-    network = _autoencoder(model, device)
-    network.load_state_dict(torch.load(run / "autoencoder.pt", map_location=device))
-    return network.eval().requires_grad_(False)
+def load_autoencoder(
+    model: ModelConfig, run: Path, device: torch.device
+) -> tuple[Autoencoder, MouthReader]:
+    network, reader = _autoencoder(model, device), MouthReader()
+    network.encoder.load_state_dict(torch.load(run / "encoder.pt", map_location="cpu"))
+    network.decoder.load_state_dict(load_file(run / "decoder.safetensors"))
+    reader.load_state_dict(torch.load(run / "mouth_reader.pt", map_location="cpu"))
+    return network.eval().requires_grad_(False), reader.to(device).eval().requires_grad_(False)
 
 
 def _autoencoder(model: ModelConfig, device: torch.device) -> Autoencoder:

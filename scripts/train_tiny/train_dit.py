@@ -11,11 +11,9 @@ Letters: B clips, K chunks, S tokens of a chunk, V video tokens, C channels, H h
 from __future__ import annotations
 
 import copy
-import json
 import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +34,6 @@ from scripts.train_tiny.data import (
 from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
-    COMPILE_STEPS,
     Autoencoder,
     picture_loss,
     region_weights,
@@ -44,6 +41,9 @@ from scripts.train_tiny.train_autoencoder import (
 )
 
 PICTURE_WEIGHT = 4.0
+TEACHER_SHARE = 0.5
+COMPILE_STEPS = 3
+"""The clock starts after these."""
 
 
 class Pool(NamedTuple):
@@ -249,10 +249,8 @@ def train_dit(
     autoencoder: Autoencoder,
     source: ClipSource,
     renderer: Renderer,
-    run: Path,
     *,
-    teacher_seconds: float,
-    rollout_seconds: float,
+    seconds_left: Callable[[], float],
     pool_size: int,
     pool_chunks: int,
     batch: int,
@@ -260,8 +258,9 @@ def train_dit(
     decoded: int,
     rate: float,
     seed: int,
-) -> tuple[CharacterDiT, Autoencoder]:
-    """Returns averaged weights of the transformer and of the decoder that was trained on."""
+) -> tuple[CharacterDiT, Autoencoder, dict[str, Any]]:
+    """Returns averaged weights of the transformer and of the decoder that was trained on, and
+    the record of the run."""
     device = source.device
     cuda = device.type == "cuda"
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -277,14 +276,13 @@ def train_dit(
     painter = copy.deepcopy(autoencoder).train()
     painter.encoder.requires_grad_(False)
     painter.decoder.requires_grad_(True)
-    decode = torch.compile(painter.decode, dynamic=False) if cuda else painter.decode
     adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
     optimizer = MuonAdamW([dit], adam_only)
     painter_optimizer = torch.optim.Adam(painter.decoder.parameters(), lr=2e-4, betas=(0.9, 0.98))
     averages = (AveragedWeights(dit), AveragedWeights(painter.decoder))
     context = RolloutContext(dit, pool, min(512, pool_size), seed)
     log: list[dict[str, float]] = []
-    total = teacher_seconds + rollout_seconds
+    total = seconds_left()
     step = 0
     started = time.monotonic()
 
@@ -297,8 +295,8 @@ def train_dit(
     while (elapsed := time.monotonic() - started) < total:
         if step == COMPILE_STEPS:
             say(f"dit compiled in {elapsed:.1f} s")
-            started = time.monotonic()
-        rolling = elapsed > teacher_seconds
+            started, total = time.monotonic(), seconds_left()
+        rolling = elapsed > TEACHER_SHARE * total
         if rolling and step % 40 == 0:
             context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
         rows = integers(pool_size, batch)
@@ -333,7 +331,7 @@ def train_dit(
             shown = render_clips(renderer, part)
             weights = region_weights(part)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
-            made = decode(pair, images[some], before)
+            made = painter.decode(pair, images[some], before)
         picture = picture_loss(made, shown, weights)
         ramp = min(1.0, step / 300)
         loss = latent_loss + PICTURE_WEIGHT * ramp * picture
@@ -363,6 +361,5 @@ def train_dit(
             say("dit " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()))
     averages[0].copy_to(dit)
     averages[1].copy_to(painter.decoder)
-    curves: dict[str, Any] = {"log": log, "steps": step}
-    (run / "dit.json").write_text(json.dumps(curves))
-    return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False)
+    record = {"log": log, "steps": step}
+    return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False), record
