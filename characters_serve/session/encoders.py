@@ -73,6 +73,7 @@ class VideoEncoder:
                 "preset": "superfast",
                 "tune": "zerolatency",
                 "level": "31",
+                "sc_threshold": "0",  # no keyframe of its own where the picture changes much
                 "maxrate": str(rate),
                 "bufsize": str(rate // 2),
             }

@@ -1,0 +1,83 @@
+"""Encoders at rates of our own, and the microphone's short jitter buffer."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from aiortc import RTCPeerConnection
+from aiortc.rtp import RtpPacket
+
+from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
+from characters_serve.session.rtcp_clock import shorten_jitter_buffer
+
+
+def picture(slot: int) -> av.VideoFrame:
+    rng = np.random.default_rng(slot)
+    planes = rng.integers(100, 156, (128 * 3 // 2, 192), np.uint8)
+    frame = av.VideoFrame.from_ndarray(planes, format="yuv420p")
+    frame.pts = slot * 3750
+    frame.time_base = Fraction(1, VIDEO_CLOCK)
+    return frame
+
+
+@pytest.mark.parametrize("codec", ["vp8", "h264"])
+def test_bitrates_are_kept_and_change_when_asked(codec: str) -> None:
+    encoder = VideoEncoder(codec, 24)
+    sizes: list[int] = []
+    for slot in range(144):
+        payloads = encoder.encode(picture(slot), 2400 if slot < 72 else 600, False)
+        assert payloads and all(len(payload) <= 1300 for payload in payloads)
+        sizes.append(sum(map(len, payloads)))
+    high = sum(sizes[24:72]) * 8 / 2 / 1000
+    low = sum(sizes[96:144]) * 8 / 2 / 1000
+    assert high == pytest.approx(2400, rel=0.35) and low == pytest.approx(600, rel=0.35)
+    # x264 changes its rate on the fly; libvpx has to begin anew.
+    assert encoder.keyframes == (2 if codec == "vp8" else 1)
+
+
+@pytest.mark.parametrize("codec", ["vp8", "h264"])
+def test_keyframes_come_only_when_asked(codec: str) -> None:
+    encoder = VideoEncoder(codec, 24)
+    for slot in range(400):
+        encoder.encode(picture(slot % 7 + slot), 1200, slot == 200)
+    assert encoder.keyframes == 2
+
+
+def test_one_packet_for_each_20_ms() -> None:
+    encoder = VoiceEncoder(48)
+    rng = np.random.default_rng(0)
+    sizes = []
+    for index in range(100):
+        samples = (rng.normal(size=(1, 960)) * 3000).astype(np.int16)
+        frame = av.AudioFrame.from_ndarray(samples, format="s16", layout="mono")
+        frame.sample_rate = 48_000
+        frame.pts = index * 960 + (480_000 if index > 50 else 0)  # the clock may jump
+        frame.time_base = Fraction(1, 48_000)
+        packets = encoder.encode(frame)
+        assert len(packets) == 1
+        sizes.append(len(packets[0]))
+    assert sum(sizes) * 8 / 2 / 1000 == pytest.approx(48, rel=0.2)
+
+
+async def test_a_lost_packet_costs_the_microphone_40_ms_not_280() -> None:
+    pc = RTCPeerConnection()
+    receiver: Any = pc.addTransceiver("audio").receiver
+    shorten_jitter_buffer(receiver)
+    buffer = receiver._RTCRtpReceiver__jitter_buffer
+    released: list[tuple[int, int]] = []
+    for number in range(100):
+        if number == 50:
+            continue
+        packet = RtpPacket(sequence_number=number, timestamp=960 * number)
+        packet._data = b"x"  # type: ignore[attr-defined]
+        _, frame = buffer.add(packet)
+        if frame is not None:
+            released.append((number, frame.timestamp // 960))
+    waits = [arrived - spoken for arrived, spoken in released]
+    assert max(waits[:40]) == 1 and max(waits[-40:]) <= 4
+    assert len(released) >= 90
+    await pc.close()
