@@ -29,13 +29,20 @@ def question_pcm(text: str, sample_rate: int) -> bytes:
 
 def question_wav(path: Path, text: str, lead_silence_s: float, tail_silence_s: float) -> Path:
     """What a browser's fake microphone plays: silence, the question, silence."""
-    lead, tail = (
-        bytes(2 * round(silence_s * MICROPHONE_RATE))
-        for silence_s in (lead_silence_s, tail_silence_s)
-    )
+    return microphone_wav(path, [(lead_silence_s, text)], tail_silence_s)
+
+
+def microphone_wav(path: Path, said: list[tuple[float, str]], tail_silence_s: float) -> Path:
+    """Each text begins that many seconds into the file."""
+    pcm = bytearray()
+    for begin_s, text in said:
+        begin = 2 * round(begin_s * MICROPHONE_RATE)
+        assert begin >= len(pcm), f"{text!r} begins before the words before it end"
+        pcm += bytes(begin - len(pcm)) + question_pcm(text, MICROPHONE_RATE)
+    pcm += bytes(2 * round(tail_silence_s * MICROPHONE_RATE))
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(MICROPHONE_RATE)
-        file.writeframes(lead + question_pcm(text, MICROPHONE_RATE) + tail)
+        file.writeframes(pcm)
     return path

@@ -1,0 +1,335 @@
+"""What strangers send, and what dies: every answer is clear, and afterwards nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from aiortc import RTCPeerConnection, RTCSessionDescription
+from aiortc.mediastreams import AudioStreamTrack
+from PIL import Image
+
+from tests.e2e.rig import Measure, Server, running_server, until
+
+ICE_TIMEOUT_S = 2
+CONNECT_TIMEOUT_S = 4
+UNKNOWN = "0" * 32
+Created = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running_server(
+        tmp_path_factory.mktemp("b"),
+        "engine.kind=pattern",
+        "agent.greet=false",
+        "agent.recogniser=pocketsphinx",
+        f"delivery.ice_timeout_s={ICE_TIMEOUT_S}",
+        f"session.connect_timeout_s={CONNECT_TIMEOUT_S}",
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def offer() -> str:
+    """A browser's offer, for as many sessions as like it; nobody answers its checks."""
+    return asyncio.run(_offer())
+
+
+async def _offer() -> str:
+    peer = _peer()
+    await peer.setLocalDescription(await peer.createOffer())
+    sdp = str(peer.localDescription.sdp)
+    await peer.close()
+    return sdp
+
+
+def _peer() -> RTCPeerConnection:
+    peer = RTCPeerConnection()
+    peer.addTrack(AudioStreamTrack())
+    peer.addTransceiver("video", direction="recvonly")
+    return peer
+
+
+def create(http: httpx.Client) -> Created:
+    response = http.post("/v1/sessions", json={"character": "mira"})
+    assert response.status_code == 201, response.text
+    return dict(response.json())
+
+
+def secret(session: Created) -> dict[str, str]:
+    return {"Authorization": f"Bearer {session['client_secret']['value']}"}
+
+
+def send_offer(http: httpx.Client, session: Created, sdp: str | bytes) -> httpx.Response:
+    headers = {"Content-Type": "application/sdp", **secret(session)}
+    return http.post(f"/v1/sessions/{session['id']}/webrtc", content=sdp, headers=headers)
+
+
+def end(http: httpx.Client, session: Created) -> None:
+    response = http.delete(f"/v1/sessions/{session['id']}", headers=secret(session))
+    assert response.status_code == 204
+
+
+def is_problem(response: httpx.Response, *statuses: int) -> bool:
+    return (
+        response.status_code in statuses
+        and response.headers["content-type"] == "application/problem+json"
+        and bool(response.json()["detail"])
+    )
+
+
+def png(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height)).save(out, "png")
+    return out.getvalue()
+
+
+def bomb() -> bytes:
+    """A small file that claims to be 60,000 pixels wide and high."""
+    small = bytearray(png(8, 8))
+    small[16:24] = (60_000).to_bytes(4, "big") * 2
+    return bytes(small)
+
+
+def without_audio(sdp: str) -> str:
+    head, *media = re.split(r"(?m)^(?=m=)", sdp)
+    return head + "".join(section for section in media if not section.startswith("m=audio"))
+
+
+def bad_offers(offer: str) -> dict[str, str | bytes]:
+    return {
+        "empty": "",
+        "garbage": "\x01\x02 this is no SDP",
+        "not text": b"v=0\xff\xfe",
+        "header only": "v=0\r\n",
+        "5 MB": "v=0\r\n" + "a=x\r\n" * 1_000_000,
+        "an answer": offer.replace("a=setup:actpass", "a=setup:active"),
+        "no audio": without_audio(offer),
+        "no fingerprint": re.sub(r"a=fingerprint:.*\r\n", "", offer),
+        "cut short": offer[: len(offer) // 3],
+        "video sent to us": offer.replace("a=recvonly", "a=sendonly"),
+    }
+
+
+def test_bad_offers_are_refused_and_a_good_one_still_works(
+    server: Server, http: httpx.Client, offer: str
+) -> None:
+    session = create(http)
+    for name, sdp in bad_offers(offer).items():
+        response = send_offer(http, session, sdp)
+        assert is_problem(response, 400, 413), (name, response.status_code, response.text[:200])
+    assert send_offer(http, session, offer).status_code == 201
+    end(http, session)
+    server.wait_until("the group is free", server.is_free, 8)
+
+
+def test_ids_and_tokens_of_nobody(server: Server, http: httpx.Client, offer: str) -> None:
+    session = create(http)
+    for path in (f"/v1/sessions/{UNKNOWN}", "/v1/sessions/..%2f..%2fetc", "/v1/sessions/%00"):
+        assert http.get(path, headers=secret(session)).status_code == 404
+    for token in ("", "x", "Bearer", "Bearer x.y.z", f"Bearer {'a' * 10_000}", "Basic eDp5"):
+        headers = {"Authorization": token}
+        own = f"/v1/sessions/{session['id']}"
+        assert is_problem(http.get(own, headers=headers), 401), token[:20]
+        assert is_problem(http.post(f"{own}/webrtc", content=offer, headers=headers), 401)
+        assert is_problem(http.post(f"{own}/say", json={"text": "x"}, headers=headers), 401)
+        assert is_problem(http.delete(own, headers=headers), 401)
+    end(http, session)
+    server.wait_until("the group is free", server.is_free, 8)
+    end(http, session)
+    assert is_problem(send_offer(http, session, offer), 410)
+    said = http.post(
+        f"/v1/sessions/{session['id']}/say", json={"text": "x"}, headers=secret(session)
+    )
+    assert is_problem(said, 410)
+
+
+def test_pictures_that_are_none(server: Server, http: httpx.Client) -> None:
+    whole = png(64, 64)
+    for name, data, statuses in (
+        ("empty", b"", (400, 422)),
+        ("text", b"hello", (400, 415, 422)),
+        ("cut", whole[: len(whole) // 2], (400, 422)),
+        ("tiny", png(1, 1), (400, 422)),
+        ("a bomb", bomb(), (400, 413, 422)),
+        ("11 MB", whole + bytes(11 * 1024 * 1024), (413,)),
+    ):
+        response = http.post("/v1/sessions", files={"image": ("a.png", data, "image/png")})
+        assert is_problem(response, *statuses), (name, response.status_code, response.text[:200])
+        assert response.json()["field"] == "image", name
+    assert server.is_free(), "a refused picture held the group"
+
+
+def test_an_offer_whose_browser_vanishes_costs_its_session_alone(
+    server: Server, http: httpx.Client, offer: str, measure: Measure
+) -> None:
+    session = create(http)
+    assert send_offer(http, session, offer).status_code == 201
+    measure("freed_after_s", round(server.seconds_until_free(CONNECT_TIMEOUT_S + 6), 1))
+    described = http.get(f"/v1/sessions/{session['id']}", headers=secret(session)).json()
+    assert described["status"] == "ended"
+    assert "connect" in described["reason"]
+
+
+# ---------------------------------------------------------------- processes that die
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [("session.host", False), ("engine.pattern", True), ("agent.worker", True)],
+    ids=["host", "engine", "agent"],
+)
+async def test_a_killed_process_ends_its_session_with_a_reason(
+    server: Server, module: str, told: bool, measure: Measure
+) -> None:
+    events: list[str] = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        session = (await http.post("/v1/sessions", json={"character": "mira"})).json()
+        own = f"/v1/sessions/{session['id']}"
+        peer = _peer()
+        channel = peer.createDataChannel("events")
+        channel.on("message", events.append)
+        await peer.setLocalDescription(await peer.createOffer())
+        headers = {"Content-Type": "application/sdp", **secret(session)}
+        answer = await http.post(
+            f"{own}/webrtc", content=peer.localDescription.sdp, headers=headers
+        )
+        await peer.setRemoteDescription(RTCSessionDescription(answer.text, "answer"))
+
+        async def status(wanted: str) -> Created:
+            async def find() -> Created | None:
+                described = (await http.get(own, headers=secret(session))).json()
+                return dict(described) if described["status"] == wanted else None
+
+            return await until(f"a session that is {wanted}", find, 10)
+
+        async def channel_is_open() -> bool | None:
+            return channel.readyState == "open" or None
+
+        await status("live")
+        await until("an open channel", channel_is_open, 5)
+        old = server.host
+        group = [old, *old.children(recursive=True)]
+        killed_s = time.monotonic()
+        server.child(module).kill()
+        reason = (await status("failed"))["reason"]
+        measure("told_after_s", round(time.monotonic() - killed_s, 2))
+        assert "exited with code -9" in reason
+        assert module.split(".")[1].removesuffix("worker") in reason or "agent" in reason
+        if told:
+
+            async def goodbye() -> str | None:
+                return next((event for event in events if "session-ending" in event), None)
+
+            assert "exited with code -9" in await until("a goodbye", goodbye, 3)
+        await peer.close()
+        took_s = await asyncio.to_thread(server.seconds_until_free, 40)
+        measure("rebuilt_after_s", round(took_s, 1))
+    assert [process for process in group if process.is_running()] == []
+    assert server.host.pid != old.pid
+
+
+# ---------------------------------------------------------------- nothing is left
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What grows when something is forgotten."""
+
+    gateway_files: int
+    host_files: int
+    processes: int
+    tasks: float
+    live: dict[str, float]
+
+
+def footprint(server: Server) -> Footprint:
+    text = httpx.get(f"{server.url}/metrics").text
+    states = re.findall(r'^(characters_(?:sessions|groups)\{state="\w+"\}) (\S+)$', text, re.M)
+    tasks = re.search(r"^characters_host_tasks\{.*\} (\S+)$", text, re.M)
+    assert states
+    return Footprint(
+        gateway_files=server.gateway.num_fds(),
+        host_files=server.host.num_fds(),
+        processes=len(server.gateway.children(recursive=True)),
+        tasks=float(tasks[1]) if tasks else float("inf"),  # a host reports each second
+        # Sessions that are over are remembered for a while, so that their reason can be asked.
+        live={k: float(v) for k, v in states if '"ended"' not in k and '"failed"' not in k},
+    )
+
+
+def test_fifty_of_everything_leave_nothing(
+    server: Server, http: httpx.Client, offer: str, measure: Measure
+) -> None:
+    def one(number: int) -> None:
+        if number % 5 == 4:
+            picture = {"image": ("a.png", bomb(), "image/png")}
+            assert is_problem(http.post("/v1/sessions", files=picture), 400, 413, 422)
+            return
+        session = create(http)
+        if number % 5 == 0:
+            pass
+        elif number % 5 == 1:
+            bad = list(bad_offers(offer).values())
+            assert is_problem(send_offer(http, session, bad[number % len(bad)]), 400, 413)
+        elif number % 5 == 2:
+            assert send_offer(http, session, offer).status_code == 201
+        else:
+            assert send_offer(http, session, offer).status_code == 201
+            headers = {"Content-Type": "application/sdp", **secret(session)}
+            again = f"/v1/sessions/{session['id']}/webrtc?takeover=1"
+            assert http.post(again, content=offer, headers=headers).status_code == 201
+        end(http, session)
+
+    for number in range(5):
+        one(number)
+    server.wait_until("the group is free", server.is_free, 10)
+    before = settled(server)
+    began_s = time.monotonic()
+    for number in range(50):
+        one(number)
+    server.wait_until("the group is free", server.is_free, 10)
+    measure("seconds", round(time.monotonic() - began_s, 1))
+
+    def same() -> bool:
+        after = footprint(server)
+        return (
+            after.live == before.live
+            and after.processes == before.processes
+            and after.tasks <= before.tasks
+            and after.gateway_files <= before.gateway_files
+            and after.host_files <= before.host_files
+        )
+
+    try:
+        server.wait_until("everything is as it was", same, 12)
+    finally:
+        measure("before", before)
+        measure("after", footprint(server))
+
+
+def settled(server: Server) -> Footprint:
+    """After three seconds: timers and closing sockets end in them."""
+    seen: list[Footprint] = []
+    deadline_s = time.monotonic() + 3
+
+    def enough() -> bool:
+        seen.append(footprint(server))
+        return time.monotonic() > deadline_s
+
+    server.wait_until("three seconds have passed", enough, 10)
+    return seen[-1]
