@@ -195,6 +195,8 @@ class LiveSession:
             channel.on("close", self._events.detach)
         else:
             self._probe = channel
+            # A client that opens this channel will beat; one may die before it first does.
+            self._apply(self._lifecycle.beat(time.monotonic()))
 
     def _client_message(self, label: Literal["events", "probe"], raw: object) -> None:
         now_s = time.monotonic()
