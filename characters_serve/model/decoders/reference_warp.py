@@ -140,7 +140,7 @@ class ReferenceWarpDecoder(nn.Module):
         paint, mask = self.paint(fused).split([3 * 16, 16], dim=1)
         paint = functional.pixel_shuffle(paint + 0.5, 4)
         mask = functional.pixel_shuffle(torch.sigmoid(mask), 4)
-        frames = torch.lerp(moved, paint, mask)
+        frames = torch.lerp(moved, paint.to(moved.dtype), mask.to(moved.dtype))
         return torch.unflatten(frames, 0, (-1, self.frames)), DecoderState(reference, z)
 
     def _per_frame(self, x: Tensor) -> Tensor:
@@ -186,6 +186,7 @@ class VideoDecoder(nn.Module):
 
     def decode(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """latent: (tokens, C) of one session -> frames (F, 3, H, W) in [0, 1], next state."""
-        latent = latent[None].to(state.previous.dtype)
+        # The next state holds on to the latent, whose memory its maker may write the next one to.
+        latent = latent[None].to(state.previous.dtype, copy=True)
         frames, state = self.decoder(latent, state)
         return frames[0].float().clamp(0, 1), state
