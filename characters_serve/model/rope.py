@@ -33,8 +33,10 @@ class RotaryPositions:
 
     def chunk(self, time: Tensor | float) -> Tensor:
         """Angles of a chunk's tokens at a time position. time: (...,) -> (..., S, D/2)."""
-        time = torch.as_tensor(time, dtype=torch.float32, device=self.time_D.device)
-        return self.chunk_SD + time[..., None, None] * self.time_D
+        if not isinstance(time, Tensor):
+            # Not as a tensor: its copy to a GPU would make every step wait for the device.
+            return self.chunk_SD + time * self.time_D
+        return self.chunk_SD + time.float()[..., None, None] * self.time_D
 
     def prefix(self) -> Tensor:
         """The prefix stays at time 0."""

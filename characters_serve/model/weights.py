@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.audio import log_mel_for
@@ -86,15 +86,23 @@ def _load(network: nn.Module, folder: Path, name: str) -> None:
         raise WeightsError(f"model.weights: no {name}*.safetensors in {folder}")
     missing = dict(network.state_dict())
     for file in files:
-        with safe_open(file, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 (not a mapping)
-                if key not in missing:
-                    raise WeightsError(f"{file}: unknown or repeated key {key}")
-                into, value = missing.pop(key), shard.get_tensor(key)
-                if into.shape != value.shape:
-                    raise WeightsError(
-                        f"{file}: {key} is {tuple(value.shape)}, the model has {tuple(into.shape)}"
-                    )
-                into.copy_(value)
+        try:
+            _load_file(file, missing)
+        except SafetensorError as error:
+            raise WeightsError(f"{file}: {error}") from error
     if missing:
         raise WeightsError(f"{folder}: missing keys {', '.join(sorted(missing)[:8])}")
+
+
+def _load_file(file: Path, missing: dict[str, Tensor]) -> None:
+    """Copies the file's tensors into the model's, and strikes them off the list."""
+    with safe_open(file, framework="pt") as shard:
+        for key in shard.keys():  # noqa: SIM118 (not a mapping)
+            if key not in missing:
+                raise WeightsError(f"{file}: unknown or repeated key {key}")
+            into, value = missing.pop(key), shard.get_tensor(key)
+            if into.shape != value.shape:
+                raise WeightsError(
+                    f"{file}: {key} is {tuple(value.shape)}, the model has {tuple(into.shape)}"
+                )
+            into.copy_(value)

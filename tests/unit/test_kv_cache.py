@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from characters_serve.config import ConfigError, ModelConfig, Optimizations, load_config
 from characters_serve.engine.denoiser import Denoiser
@@ -235,6 +236,13 @@ def test_one_delta_rotation_equals_rotating_again() -> None:
         )
 
 
+def test_times_as_numbers_and_as_tensors_give_the_same_angles() -> None:
+    positions = rotary_positions(SMALL)
+    times = torch.arange(47)
+    for time, angles in zip(times, positions.chunk(times), strict=True):
+        assert torch.equal(positions.chunk(float(time)), angles)
+
+
 def test_rotation_keeps_lengths() -> None:
     _, k, _ = chunk_qkv(SMALL, 0)
     rotated = rotate(k, rotary_positions(SMALL).chunk(17.0))
@@ -255,6 +263,27 @@ def test_a_cache_never_grows_or_moves(kind: str) -> None:
     tensors = {name for name, value in vars(cache).items() if isinstance(value, Tensor)}
     assert tensors == {"_k", "_v", "_chunk_angles"}
     assert cache._chunk_angles.shape == (SMALL.tokens_per_chunk, SMALL.head_dim // 2)
+
+
+class NothingOnTheHost(TorchFunctionMode):
+    """Fails where a step makes a tensor of Python numbers: its copy to a GPU waits for it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy), func
+        result = func(*args, **(kwargs or {}))
+        assert not isinstance(result, Tensor) or result.device.type == "meta", func
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_makes_no_tensor_on_the_host(kind: str) -> None:
+    cache = make_cache(SMALL, KINDS[kind], device="meta")
+    cache.store_prefix(0, 0, *(t.to("meta") for t in prefix_kv(SMALL, 8)))
+    q, k, v = (t.to("meta") for t in chunk_qkv(SMALL, 1))
+    with NothingOnTheHost():
+        for _ in range(50):
+            cache.begin_step()
+            cache.attend(0, 0, q, k, v)
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 3])
