@@ -188,6 +188,8 @@ class LiveSession:
         self._counters.count("client_messages_refused_total", peer.messages_refused)
         self._reporter.count_peer(peer)
         await peer.close()
+        # A paused playout fills up to its target; while it played, less may have been enough.
+        self._wanted.set()
 
     def _channel_opened(self, label: Literal["events", "probe"], channel: Any) -> None:
         if label == "events":

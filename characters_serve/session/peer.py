@@ -29,7 +29,7 @@ from characters_serve.session.events import MessageLimit
 from characters_serve.session.microphone import PIECE_S, Microphone
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rate import RateBounds, RateControl
-from characters_serve.session.rtcp_clock import adopt_sender, shorten_jitter_buffer
+from characters_serve.session.rtcp_clock import MediaSender, adopt_sender, shorten_jitter_buffer
 from characters_serve.session.tracks import Delivery
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Peer:
         self._connected = False
         self._lost = False
         self._limit = MessageLimit()
+        self._senders: list[MediaSender] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="video-encoder")
         # Without an empty list aiortc asks a public STUN server.
@@ -106,14 +107,14 @@ class Peer:
         pc.on("datachannel", self._on_datachannel)
         pc.on("connectionstatechange", self._on_state)
         for track in (self.delivery.audio, self.delivery.video):
-            sender = pc.addTrack(track)
-            adopt_sender(
-                sender,
+            sender = adopt_sender(
+                pc.addTrack(track),
                 media_clock=self.delivery.clock,
                 rate=self.rate,
                 voice_kbps=self._config.audio_kbps,
                 executor=self._executor,
             )
+            self._senders.append(sender)
         for transceiver in pc.getTransceivers():
             if transceiver.kind == "video":
                 transceiver.direction = "sendonly"
@@ -194,6 +195,10 @@ class Peer:
                 self.messages_refused += 1
 
         channel.on("message", receive)
+        # The first keyframe leaves as soon as our own side is up. A client whose receivers were
+        # not yet ready has lost it; one that can open a channel has them.
+        for sender in self._senders:
+            sender.want_keyframe()
         self._calls.on_channel(label, channel)
 
 

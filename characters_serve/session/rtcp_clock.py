@@ -151,6 +151,9 @@ class MediaSender(aiortc.RTCRtpSender):
         if payloads:
             self._last_pts = pts
 
+    def want_keyframe(self) -> None:
+        self._keyframe_wanted = True
+
     def sender_report(self) -> RtcpSrPacket | None:
         """Where the last frame sent lies on the media clock; None before the first."""
         if self._last_pts is None:
@@ -196,11 +199,13 @@ class MediaSender(aiortc.RTCRtpSender):
                             rtt_s = max(0.0, now_s - self._report_s - report.dlsr / 65536)
                         if self.kind == "video":
                             self.rate.report(now_s, report.fraction_lost / 256, rtt_s)
+                            if self._keyframe_s == float("-inf"):
+                                self.want_keyframe()  # the first may have come too early for it
             case RtcpRtpfbPacket(fmt=fmt) if fmt == RTCP_RTPFB_NACK:
                 for sequence_number in packet.lost:
                     await self._retransmit(sequence_number)
             case RtcpPsfbPacket(fmt=fmt) if fmt in (RTCP_PSFB_FIR, RTCP_PSFB_PLI):
-                self._keyframe_wanted = True
+                self.want_keyframe()
             case RtcpPsfbPacket(fmt=fmt) if fmt == RTCP_PSFB_APP:
                 try:
                     bits_per_s, ssrcs = unpack_remb_fci(packet.fci)

@@ -210,6 +210,27 @@ async def test_microphone_channels_and_a_closing_client() -> None:
         assert loop.lost == ["the connection closed"]
 
 
+async def test_a_client_that_was_not_ready_gets_another_keyframe() -> None:
+    loop = Loop()
+    executor: Any = loop.peer._executor
+    forced: list[bool] = []
+    submit = executor.submit
+
+    def watch(work: Any, *arguments: Any) -> Any:
+        forced.append(bool(arguments[-1]))
+        return submit(work, *arguments)
+
+    executor.submit = watch
+    engine = asyncio.create_task(loop.engine())
+    await loop.connect()
+    await until(lambda: len(loop.channels) == 2 and any(forced))
+    await until(lambda: len(loop.reports()) >= 4)
+    assert 1 <= sum(forced) <= 2
+    engine.cancel()
+    await loop.peer.close()
+    await loop.browser.close()
+
+
 async def test_keyframe_requests_are_answered_once_a_second() -> None:
     async with running() as loop:
         await until(lambda: len(loop.browser.pictures) > 2)
