@@ -47,7 +47,7 @@ class Hearing:
 
 
 class PocketsphinxEars:
-    """Decodes while the user speaks: 0.11-0.17 of real time, and 0.03-0.05 for the phrases.
+    """Decodes while the user speaks: 0.12 of real time, and 0.03-0.05 for the phrases.
 
     Without fwdflat (a second pass over the turn) `finish` takes 5-12 ms; with it 43-709 ms.
     """
@@ -57,7 +57,16 @@ class PocketsphinxEars:
     def __init__(self) -> None:
         from pocketsphinx import Decoder
 
-        self._open = Decoder(samprate=16_000, fwdflat=False, bestpath=True, loglevel="FATAL")
+        # The pruning takes 0.16 of real time to 0.12 with as many words right (77 % of 66 sentences
+        # in three voices); at 1500 and 5 it is 72 %.
+        self._open = Decoder(
+            samprate=16_000,
+            fwdflat=False,
+            bestpath=True,
+            maxhmmpf=3000,
+            maxwpf=10,
+            loglevel="FATAL",
+        )
         phrases = [
             phrase
             for phrase in known_phrases()
