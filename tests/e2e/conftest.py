@@ -38,7 +38,7 @@ def measure(request: pytest.FixtureRequest) -> Measure:
 
 
 @pytest.fixture(scope="module")
-def pattern(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def pattern_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The test picture and nobody to talk to: all that delivery needs, and little work."""
     with running_server(
         tmp_path_factory.mktemp("p"),
@@ -47,3 +47,8 @@ def pattern(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "session.reconnect_grace_s=3",
     ) as server:
         yield server
+
+
+@pytest.fixture
+def pattern(pattern_server: Server) -> Server:
+    return pattern_server.when_free()

@@ -48,9 +48,11 @@
     }
     const meter = new AudioWorkletNode(context, "probe-meter", { numberOfOutputs: 0 });
     meter.port.onmessage = ({ data }) => {
-      // What the graph computes now is heard when the output has come to that context time.
+      // When the browser handed the sound out, as getStats counts. The output timestamp is that of
+      // this context's own output, 40 ms later with a fake device; the page's voice does not pass it.
       const { contextTime, performanceTime } = context.getOutputTimestamp();
-      const atMs = performanceTime + 1000 * (data.contextS - contextTime);
+      const latencyS = context.outputLatency + context.baseLatency;
+      const atMs = performanceTime + 1000 * (data.contextS - contextTime - latencyS);
       if (data.rms === undefined) probe.onsets.push(atMs);
       else probe.levels.push([atMs, data.rms]);
     };

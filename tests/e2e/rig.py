@@ -22,12 +22,20 @@ from typing import Any, Literal, TypeVar
 import httpx
 import psutil
 import pytest
-from playwright.async_api import Browser, Page, ViewportSize, async_playwright, expect
+from playwright.async_api import (
+    Browser,
+    ConsoleMessage,
+    Page,
+    ViewportSize,
+    async_playwright,
+    expect,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 READY_S = 90.0
 STOP_S = 20.0
+FREE_S = 40.0
 LIVE_S = 20.0
 
 FLAGS = (
@@ -95,6 +103,11 @@ class Server:
         response = httpx.get(f"{self.url}/healthz/ready")
         return response.status_code == 200 and response.json()["free"] == 1
 
+    def when_free(self) -> Server:
+        """A test that failed with a browser connected must not fail the next one."""
+        self.wait_until("the group is free", self.is_free, FREE_S)
+        return self
+
     def seconds_until_free(self, within_s: float) -> float:
         """Call it from a thread while a browser is connected to this test."""
         began_s = time.monotonic()
@@ -161,6 +174,13 @@ class Tab:
         self.page = page
         self.server = server
         self.session: dict[str, Any] = {}
+        self.complaints: list[str] = []
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", self._console)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
 
     async def open(self) -> None:
         await self.page.goto(self.server.url)

@@ -25,7 +25,7 @@ Created = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running_server(
         tmp_path_factory.mktemp("b"),
         "engine.kind=pattern",
@@ -35,6 +35,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f"session.connect_timeout_s={CONNECT_TIMEOUT_S}",
     ) as running:
         yield running
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    return shared_server.when_free()
 
 
 @pytest.fixture

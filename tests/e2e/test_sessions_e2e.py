@@ -36,7 +36,14 @@ async def test_picture_and_sound_arrive_together_and_in_order(
         await tab.hear()
         await tab.page.evaluate("() => probe.read()")
         before, used_s = await tab.inbound(), pattern.cpu_s()
-        await tab.passes(25)
+        browser_says = []
+        for _ in range(25):
+            await tab.passes(1)
+            now = await tab.inbound()
+            # Missing until the first sender reports have come.
+            played = [now[kind].get("estimatedPlayoutTimestamp") for kind in ("audio", "video")]
+            if None not in played:
+                browser_says.append(played[0] - played[1])
         after, used_s = await tab.inbound(), pattern.cpu_s() - used_s
         frames, onsets = await tab.seen("frames"), await tab.seen("onsets")
         await tab.page.get_by_test_id("stop").click()
@@ -64,12 +71,14 @@ async def test_picture_and_sound_arrive_together_and_in_order(
     ]
     offsets = [min((onset - flash for onset in onsets), key=abs) for flash in flashes]
     settled = offsets[len(offsets) // 2 :]
+    measure("av_offset_by_get_stats_ms", [round(offset) for offset in browser_says])
     measure("av_offset_ms", round(statistics.median(settled), 1))
     measure("av_offsets_ms", [round(offset) for offset in offsets])
     assert len(settled) >= 8
-    # Positive: the sound came after the picture. WebAudio reads 15 to 28 ms late (its own buffer
-    # and the output's), and a picture is shown at most one display period after it is due.
+    # Positive: the sound came after the picture. The probe reads sound 20 to 40 ms late: measured,
+    # its median is that much above what the browser estimates of itself.
     assert abs(statistics.median(settled)) <= 60
+    assert abs(statistics.median(browser_says)) <= 60
 
 
 async def test_a_second_conversation_is_refused_until_the_first_stops(pattern: Server) -> None:
@@ -95,17 +104,18 @@ async def test_a_second_conversation_is_refused_until_the_first_stops(pattern: S
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False], ids=["told", "untold"])
-async def test_a_closed_tab_frees_the_seat(pattern: Server, says_goodbye: bool) -> None:
+async def test_a_closed_tab_frees_the_seat(
+    pattern: Server, says_goodbye: bool, measure: Measure
+) -> None:
     async with browser() as launched:
         tab = await new_tab(launched, pattern)
         await tab.talk()
-        if says_goodbye:
-            await tab.page.goto("about:blank")  # runs pagehide, as a closed window does
-            await freed(pattern, 2)
-        else:
-            await tab.page.context.route("**/v1/sessions/*", lambda route: route.abort())
-            await tab.page.close()
-            await freed(pattern, HEARTBEAT_S + GRACE_S + 3)
+        if not says_goodbye:
+            await tab.page.evaluate("() => (window.fetch = () => Promise.reject(new Error()))")
+        await tab.page.close()
+        measure("freed_after_s", await freed(pattern, HEARTBEAT_S + GRACE_S + 3))
+        reason = (await tab.status())["reason"]
+    assert reason == ("ended by the user" if says_goodbye else "the client did not come back")
 
 
 async def test_a_killed_browser_frees_the_seat(
@@ -174,7 +184,7 @@ async def test_an_image_of_ones_own_without_a_microphone(pattern: Server, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def talking_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The test picture with the real voice agent."""
     with running_server(
         tmp_path_factory.mktemp("t"),
@@ -183,6 +193,11 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "agent.recogniser=pocketsphinx",
     ) as server:
         yield server
+
+
+@pytest.fixture
+def talking(talking_server: Server) -> Server:
+    return talking_server.when_free()
 
 
 LONG = (
