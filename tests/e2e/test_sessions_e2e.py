@@ -21,6 +21,7 @@ from tests.e2e.speech import microphone_wav, question_wav
 HEARTBEAT_S = 5.0
 GRACE_S = 3.0
 FPS = 24
+KINDS = ("audio", "video")
 
 
 async def freed(server: Server, within_s: float) -> float:
@@ -40,10 +41,9 @@ async def test_picture_and_sound_arrive_together_and_in_order(
         for _ in range(25):
             await tab.passes(1)
             now = await tab.inbound()
-            # Missing until the first sender reports have come.
-            played = [now[kind].get("estimatedPlayoutTimestamp") for kind in ("audio", "video")]
-            if None not in played:
-                browser_says.append(played[0] - played[1])
+            sound, picture = (now[kind].get("estimatedPlayoutTimestamp") for kind in KINDS)
+            if sound is not None and picture is not None:  # not before the first sender reports
+                browser_says.append(sound - picture)
         after, used_s = await tab.inbound(), pattern.cpu_s() - used_s
         frames, onsets = await tab.seen("frames"), await tab.seen("onsets")
         await tab.page.get_by_test_id("stop").click()
