@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -165,6 +165,19 @@ def chromium() -> str | None:
             return path
     found = sorted(Path.home().glob(".cache/ms-playwright/chromium-*/chrome-linux*/chrome"))
     return str(found[-1]) if found else None
+
+
+def cpu_s() -> tuple[float, float]:
+    """Processor time so far: of this test with all that it started, and of everything else."""
+    spent = psutil.cpu_times()
+    busy = sum(spent) - spent.idle - spent.iowait - spent.guest - spent.guest_nice
+    me = psutil.Process()
+    ours = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            ours += used.user + used.system
+    return ours, busy - ours
 
 
 class Tab:

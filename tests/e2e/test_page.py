@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from tests.e2e.rig import LIVE_S, Measure, Server, browser, new_tab, running_server
+from tests.e2e.rig import LIVE_S, Measure, Server, browser, cpu_s, new_tab, running_server
 from tests.e2e.speech import microphone_wav, question_pcm
 
 PRESET, NAME = "mira", "Mira"
 VOICE = 0.01
 QUESTION = "What is your name?"
 QUESTION_AT_S = 16.0
+OTHERS_CORES = 0.3
 # At scale 1 the mouth with lips stays within these of its centre (scripts.train_tiny.renderer).
 MOUTH_SIDE_PX, MOUTH_HEIGHT_PX = 34, 24
 STILL_BOX = [4, 4, 60, 60]  # a corner: background in every preset
@@ -75,7 +76,7 @@ async def test_the_page_offers_characters_and_breaks_no_rule_of_its_own(
 async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     character: Server, tmp_path: Path, measure: Measure
 ) -> None:
-    mic = microphone_wav(tmp_path / "question.wav", [(QUESTION_AT_S, QUESTION)], 40)
+    mic = microphone_wav(tmp_path / "question.wav", [(QUESTION_AT_S, QUESTION)], 60)
     ends_s = QUESTION_AT_S + len(question_pcm(QUESTION, 48_000)) / 2 / 48_000
     async with browser(mic) as launched:
         tab = await new_tab(launched, character, hears=True)
@@ -86,17 +87,18 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
         await tab.hear()
         boxes = [mouth_box(PRESET), STILL_BOX]
         await tab.page.evaluate("([mouth, still]) => probe.compare(mouth, still)", boxes)
-        before, used_s = await tab.inbound(), character.cpu_s()
+        before, used_s, (_, others_s) = await tab.inbound(), character.cpu_s(), cpu_s()
 
         await tab.mic_reaches(QUESTION_AT_S)
         asked_ms = await tab.now_ms()
-        heard = await tab.event("user-transcription", 15, after_ms=asked_ms, final=True)
-        began = await tab.event("bot-started-speaking", 10, after_ms=asked_ms)
+        heard = await tab.event("user-transcription", 20, after_ms=asked_ms, final=True)
+        began = await tab.event("bot-started-speaking", 15, after_ms=asked_ms)
         ended = await tab.event("bot-stopped-speaking", 20, after_ms=began["atMs"])
         await tab.passes(2.5)
         await tab.mic_reaches(QUESTION_AT_S + 8)
 
         after, used_s = await tab.inbound(), character.cpu_s() - used_s
+        others_s = cpu_s()[1] - others_s
         events, levels = await tab.seen("events"), await tab.seen("levels")
         motion = await tab.seen("motion")
         question_end_ms = await tab.page.evaluate("s => probe.micAtMs + 1000 * s", ends_s)
@@ -112,6 +114,7 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     fps = (after["video"]["framesDecoded"] - before["video"]["framesDecoded"]) / elapsed_s
     measure("fps", f"{fps:.2f} over {elapsed_s:.1f} s")
     measure("cores", round(used_s / elapsed_s, 2))
+    measure("cores_of_others", round(others_s / elapsed_s, 2))
     measure("freezes", after["video"].get("freezeCount", 0))
     held_ms = [e["data"]["held_ms"] for e in events if "held_ms" in (e.get("data") or {})][-1]
     measure("held_ms", held_ms)
@@ -131,10 +134,14 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     measure("mouth_listening", round(listening, 2))
     assert speaking > 1.5 * listening + 0.2
 
-    assert fps >= 23.5
-    # A held picture counts as a frame. How many are held depends on what else the machine does.
-    assert held_ms < 500 * elapsed_s, "most pictures were the last one again"
-    assert after["video"].get("freezeCount", 0) <= 1
+    # Two cores are enough for server and browser together, with little to spare: real time can be
+    # judged only where nothing else takes them. The test picture's frame rate is always judged.
+    if others_s < OTHERS_CORES * elapsed_s:
+        assert fps >= 23.5
+        assert held_ms < 100 * elapsed_s, "too many pictures were the last one again"
+        assert after["video"].get("freezeCount", 0) <= 1
+    else:
+        measure("frame rate", "not judged: other programs keep this machine busy")
 
 
 def moved(motion: list[dict[str, Any]], events: list[dict[str, Any]]) -> tuple[float, float]:
