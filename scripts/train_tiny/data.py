@@ -64,11 +64,13 @@ class ClipSource:
         margin = 16
         first, last = (self._held_out, len(self._viseme)) if held_out else (0, self._held_out)
         start = integers(first + margin, last - frames - margin)
-        idle_start = integers(0, self._idle.shape[1] - frames)
+        idle_start = integers(0, self._idle.shape[1])
         steps = torch.arange(frames, device=device)
         viseme = self._viseme[start[:, None] + steps].float() / 255
         track = integers(0, len(self._idle))
-        idle = self._idle[track[:, None], idle_start[:, None] + steps].float()
+        # A clip longer than a track goes round it; the seam is one jump in minutes.
+        idle_at = (idle_start[:, None] + steps) % self._idle.shape[1]
+        idle = self._idle[track[:, None], idle_at].float()
 
         chunk_starts = torch.arange(0, frames, model.frames_per_chunk, device=device)
         first_mel = (start[:, None] + chunk_starts) * model.mels_per_frame
