@@ -78,6 +78,7 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
 ) -> None:
     mic = microphone_wav(tmp_path / "question.wav", [(QUESTION_AT_S, QUESTION)], 60)
     ends_s = QUESTION_AT_S + len(question_pcm(QUESTION, 48_000)) / 2 / 48_000
+    boxes = [mouth_box(PRESET), STILL_BOX]  # imports what must not be imported during the talk
     async with browser(mic) as launched:
         tab = await new_tab(launched, character, hears=True)
         await tab.pick(PRESET)
@@ -85,7 +86,6 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
         measure("live_s", round(live_s, 2))
         assert live_s <= LIVE_S
         await tab.hear()
-        boxes = [mouth_box(PRESET), STILL_BOX]
         await tab.page.evaluate("([mouth, still]) => probe.compare(mouth, still)", boxes)
         before, used_s, (_, others_s) = await tab.inbound(), character.cpu_s(), cpu_s()
 
@@ -111,6 +111,7 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
         assert tab.complaints == []
 
     elapsed_s = (after["atMs"] - before["atMs"]) / 1000  # type: ignore[operator]
+    assert elapsed_s >= 20
     fps = (after["video"]["framesDecoded"] - before["video"]["framesDecoded"]) / elapsed_s
     measure("fps", f"{fps:.2f} over {elapsed_s:.1f} s")
     measure("cores", round(used_s / elapsed_s, 2))
@@ -132,13 +133,13 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     speaking, listening = moved(motion, events)
     measure("mouth_speaking", round(speaking, 2))
     measure("mouth_listening", round(listening, 2))
-    assert speaking > 1.5 * listening + 0.2
+    assert speaking > max(0.1, 1.5 * listening)
 
     # Two cores are enough for server and browser together, with little to spare: real time can be
     # judged only where nothing else takes them. The test picture's frame rate is always judged.
     if others_s < OTHERS_CORES * elapsed_s:
         assert fps >= 23.5
-        assert held_ms < 100 * elapsed_s, "too many pictures were the last one again"
+        assert held_ms < 150 * elapsed_s, "too many pictures were the last one again"
         assert after["video"].get("freezeCount", 0) <= 1
     else:
         measure("frame rate", "not judged: other programs keep this machine busy")
