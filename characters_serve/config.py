@@ -171,7 +171,6 @@ class Optimizations(Frozen):
     ring_cache: bool = True
     precomputed_modulation: bool = True
     dedicated_decoder: bool = True
-    compile: bool = False
 
     @model_validator(mode="after")
     def _combinations_are_possible(self) -> Optimizations:
@@ -271,8 +270,17 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        if self.engine.degraded_passes > len(self.model.noise_levels):
-            raise ValueError("engine.degraded_passes is more than the model's passes")
+        passes, degraded = len(self.model.noise_levels), self.engine.degraded_passes
+        if self.model.cache_policy == "per_pass" and degraded != passes:
+            raise ValueError(
+                f"engine.degraded_passes must be {passes} under cache_policy per_pass: each pass "
+                "owns a cache that every chunk must be written to"
+            )
+        if not min(2, passes) <= degraded <= passes:
+            raise ValueError(
+                f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
+                "begins at the first noise level and is remembered at the last"
+            )
         return self
 
 

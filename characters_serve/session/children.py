@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 CHARACTER_TIMEOUT_S: Final = 50.0
 AGENT_TIMEOUT_S: Final = 20.0
 END_TIMEOUT_S: Final = 8.0
-AGENT_NICE: Final = 10
+# At nice 10 it got a twentieth of a core beside two busy loops, and finished no turn.
+AGENT_NICE: Final = 5
 # Ten seconds of microphone: an agent that hangs must not fill the memory.
 MAX_AGENT_BACKLOG: Final = 500
 
@@ -66,11 +67,12 @@ class Children:
         self._engine = (
             [self._child("pattern", f"{package}.pattern", group_dir, environment=_threads(1))]
             if engine.kind == "pattern"
-            else [
-                self._child("rank0", f"{package}.rank", group_dir, ("--rank", "0"), rank),
-                self._child("decoder", f"{package}.decoder", group_dir, (), decoder),
-            ]
+            else [self._child("rank0", f"{package}.rank", group_dir, ("--rank", "0"), rank)]
         )
+        if engine.kind == "diffusion" and config.optimizations.dedicated_decoder:
+            self._engine.append(
+                self._child("decoder", f"{package}.decoder", group_dir, (), decoder)
+            )
         self._agent = (
             None
             if config.agent.kind == "none"

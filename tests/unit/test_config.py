@@ -84,6 +84,8 @@ def test_later_files_and_overrides_win() -> None:
         ("model.cache_policy=none", "model.cache_policy"),
         ("optimizations.write_time_rope=false", "ring_cache needs write_time_rope"),
         ("engine.degraded_passes=5", "engine.degraded_passes"),
+        ("engine.degraded_passes=1", "engine.degraded_passes"),
+        ("model.cache_policy=per_pass", "engine.degraded_passes must be 4"),
         ("engine.device=tpu", "engine.device"),
         ("delivery.video_min_kbps=2000", "video_min_kbps"),
         ("delivery.playout_chunks=5", "delivery.playout_chunks"),
