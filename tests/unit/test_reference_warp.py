@@ -64,8 +64,8 @@ def painting(mask: float, paint: float = 0.0, flow: tuple[float, float] = (0, 0)
         layer.bias.zero_()
     assert last.motion.bias is not None and last.paint.bias is not None
     last.motion.bias.view(-1, 3)[:, :2] = torch.tensor(flow)
-    last.paint.bias[: 3 * 16] = paint
-    last.paint.bias[3 * 16 :] = mask
+    last.paint.bias[: 3 * 4] = 0.5 + paint
+    last.paint.bias[3 * 4 :] = mask
     return decoder
 
 

@@ -111,12 +111,15 @@ class ReferenceWarpDecoder(nn.Module):
             nn.Conv2d(_FUSED_FINE, _FUSED_FINE, 3, padding=1),
             nn.SiLU(),
         )
-        # Full resolution: a finer flow (2, at /4), paint (3) and its mask (1) for each pixel.
+        # A finer flow (2, at /4), and paint (3) and its mask (1) at half resolution: painted at
+        # full resolution from /4 features, mouths came out in visible blocks.
         self.fine_flow = nn.Conv2d(_FUSED_FINE, 2, 1)
-        self.paint = nn.Conv2d(_FUSED_FINE, 4 * 16, 1)
+        self.paint = nn.Conv2d(_FUSED_FINE, 4 * 4, 3, padding=1)
         for layer in (self.motion, self.fine_flow):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        with torch.no_grad():
+            self.paint.bias[: 3 * 4] = 0.5  # grey
 
     def forward(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """latent: (B, tokens, C) -> frames (B, F, 3, H, W) in [0, 1], and the next state."""
@@ -124,40 +127,52 @@ class ReferenceWarpDecoder(nn.Module):
         reference = state.reference
         hidden = self.trunk(torch.cat([z, state.previous, reference.pose], dim=1))
 
-        motion = self.motion(hidden).unflatten(1, (self.frames, 3)).flatten(0, 1)
-        flow, keep = motion[:, :2] * _FLOW_SCALE, torch.sigmoid(motion[:, 2:] + 2)
+        motion = torch.unflatten(self.motion(hidden).float(), 1, (self.frames, 3)).flatten(0, 1)
+        place = _pixel_places(motion) + motion[:, :2] * _FLOW_SCALE
+        keep = torch.sigmoid(motion[:, 2:] + 2).to(hidden.dtype)
         shared = self._per_frame(self.shared(hidden))
-        own = self.per_frame(hidden).unflatten(1, (self.frames, _FRAME_CHANNELS)).flatten(0, 1)
-        warped = _warp(self._per_frame(reference.coarse), flow) * keep
-        fused = self.fuse_coarse(torch.cat([warped, shared, own], dim=1))
+        own = torch.unflatten(self.per_frame(hidden), 1, (self.frames, _FRAME_CHANNELS))
+        warped = _look_up(self._per_frame(reference.coarse), place) * keep
+        fused = self.fuse_coarse(torch.cat([warped, shared, own.flatten(0, 1)], dim=1))
 
-        flow, keep = _upsample(flow, 2), _upsample(keep, 2)
-        warped = _warp(self._per_frame(reference.fine), flow) * keep
+        place, keep = _upsample(place, 2), _upsample(keep, 2)
+        warped = _look_up(self._per_frame(reference.fine), place) * keep
         fused = self.fuse_fine(torch.cat([fused, warped], dim=1))
 
-        flow = _upsample(flow + self.fine_flow(fused) * _FLOW_SCALE * 0.1, 4)
-        moved = _warp(self._per_frame(reference.image), flow)
-        paint, mask = self.paint(fused).split([3 * 16, 16], dim=1)
-        paint = functional.pixel_shuffle(paint + 0.5, 4)
-        mask = functional.pixel_shuffle(torch.sigmoid(mask), 4)
-        frames = torch.lerp(moved, paint.to(moved.dtype), mask.to(moved.dtype))
+        place = _upsample(place + self.fine_flow(fused).float() * _FLOW_SCALE * 0.1, 4)
+        moved = _look_up(self._per_frame(reference.image), place)
+        painted = functional.pixel_shuffle(self.paint(fused), 2).to(moved.dtype)
+        painted = torch.cat([painted[:, :3], torch.sigmoid(painted[:, 3:])], dim=1)
+        painted = _upsample(painted, 2)
+        frames = torch.lerp(moved, painted[:, :3], painted[:, 3:])
         return torch.unflatten(frames, 0, (-1, self.frames)), DecoderState(reference, z)
 
     def _per_frame(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B x F, ...), each repeated for its frames."""
-        return x.repeat_interleave(self.frames, dim=0)
+        """(B, ...) -> (B x F, ...), each repeated for its frames; without a copy where B is 1."""
+        return x[:, None].expand(-1, self.frames, *x.shape[1:]).reshape(-1, *x.shape[1:])
 
 
-def _warp(features: Tensor, flow: Tensor) -> Tensor:
-    """Bilinear look-up at each place plus its flow (in halves of the picture, x then y)."""
-    height, width = flow.shape[-2:]
-    rows = torch.linspace(-1, 1, height, device=flow.device)
-    columns = torch.linspace(-1, 1, width, device=flow.device)
+def _pixel_places(like: Tensor) -> Tensor:
+    """Where each pixel is: (1, 2, H, W), x then y, from -1 to 1 between the corner pixels' centres.
+
+    Places, not flows, are interpolated to finer scales: linear ones stay exact.
+    """
+    height, width = like.shape[-2:]
+    rows = torch.linspace(-1, 1, height, device=like.device)
+    columns = torch.linspace(-1, 1, width, device=like.device)
     grid_y, grid_x = torch.meshgrid(rows, columns, indexing="ij")
-    place = torch.stack([grid_x, grid_y], dim=-1) + flow.permute(0, 2, 3, 1).float()
+    return torch.stack([grid_x, grid_y])[None]
+
+
+def _look_up(features: Tensor, place: Tensor) -> Tensor:
+    """Bilinear look-up: features (N, C, H, W) at place (N, 2, h, w) -> (N, C, h, w)."""
     return functional.grid_sample(
-        features.float(), place, mode="bilinear", padding_mode="border", align_corners=True
-    ).to(flow.dtype)
+        features.float(),
+        place.permute(0, 2, 3, 1),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=True,
+    ).to(features.dtype)
 
 
 def _upsample(x: Tensor, factor: int) -> Tensor:
@@ -189,4 +204,4 @@ class VideoDecoder(nn.Module):
         # The next state holds on to the latent, whose memory its maker may write the next one to.
         latent = latent[None].to(state.previous.dtype, copy=True)
         frames, state = self.decoder(latent, state)
-        return frames[0].float().clamp(0, 1), state
+        return frames[0].float().clamp_(0, 1), state
