@@ -1,7 +1,8 @@
 """The one configuration tree: frozen, validated when built, never edited afterwards.
 
 In: YAML files and `--set a.b=c` overrides. Out: `Config`. The defaults are `configs/tiny.yaml`,
-the embedded character; a test holds the two together. Flags are read once, where an object is built.
+the embedded character; a test holds the two together. A flag is read once, where its object is
+built.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Frozen(BaseModel):
 
 
 class AudioConfig(Frozen):
-    """Log-mel front end. The hop must divide a video frame, so that audio and video indices agree."""
+    """Log-mel front end. The hop divides a video frame, so that audio and video indices agree."""
 
     sample_rate: Positive = 24_000
     hop: Positive = 250
@@ -38,7 +39,7 @@ class ModelConfig(Frozen):
     """Geometry of one character model; every hop takes sizes, rates and counts from here."""
 
     name: str = "tiny"
-    weights: str = Field("builtin", description="'builtin', 'synthetic', or a safetensors folder")
+    weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
     decoder: Literal["reference_warp"] = "reference_warp"
 
     width: Positive = 384
@@ -152,12 +153,13 @@ class ModelConfig(Frozen):
         if sum(self.rope_split) != self.head_dim or any(part % 2 for part in self.rope_split):
             raise ValueError("rope_split must be three even numbers that add up to head_dim")
         if self.audio.sample_rate % (self.audio.hop * self.fps):
-            raise ValueError("audio.hop must divide one video frame's samples a whole number of times")
+            raise ValueError("audio.hop must divide one video frame's samples without remainder")
         if (48_000 * self.frames_per_chunk) % self.fps:
             raise ValueError("a chunk must hold a whole number of 48 kHz samples")
-        if not self.noise_levels or list(self.noise_levels) != sorted(self.noise_levels, reverse=True):
+        levels = list(self.noise_levels)
+        if not levels or levels != sorted(levels, reverse=True):
             raise ValueError("noise_levels must fall from pass to pass")
-        if not (0 < self.noise_levels[-1] and self.noise_levels[0] <= 1):
+        if levels[-1] <= 0 or levels[0] > 1:
             raise ValueError("noise_levels must lie in (0, 1]")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")
@@ -242,12 +244,12 @@ class AgentConfig(Frozen):
 class ServerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65_535)
-    api_key_env: str = Field("CHARACTERS_API_KEY", description="when set, POST /v1/sessions needs it")
+    api_key_env: str = Field("CHARACTERS_API_KEY", description="if set, making sessions needs it")
     allowed_origins: tuple[str, ...] = ()
     client_secret_ttl_s: Seconds = 120.0
     sessions_per_minute: Positive = Field(60, description="for each client address")
     max_image_bytes: Positive = 10 * 1024 * 1024
-    run_dir: str | None = Field(None, description="folder for the groups' sockets; a temporary one if unset")
+    run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
 
 
 class FleetConfig(Frozen):

@@ -1,6 +1,6 @@
 """Scores the exported character again, on any device.
 
-    python -m scripts.train_tiny.score --run scripts/train_tiny/runs/1 --characters 8 --seconds 60
+python -m scripts.train_tiny.score --run scripts/train_tiny/runs/1 --characters 8 --seconds 60
 """
 
 from __future__ import annotations

@@ -37,8 +37,6 @@ def test_training_pass_equals_cached_steps() -> None:
         condition = dit.condition_on_mel(mel[:, chunk], controls[:, chunk])
         cache.begin_step()
         for stream, level in ((denoised, 0.75), (context, 0.25)):
-            stepped = dit(
-                stream[:, chunk], dit.modulate(torch.tensor(level)), condition, cache, 0
-            )
+            stepped = dit(stream[:, chunk], dit.modulate(torch.tensor(level)), condition, cache, 0)
             part = whole[2:] if stream is denoised else whole[:2]
             torch.testing.assert_close(part[:, chunk], stepped, rtol=1e-4, atol=1e-5)

@@ -118,8 +118,8 @@ class ReferenceWarpDecoder(nn.Module):
         for layer in (self.motion, self.fine_flow):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        with torch.no_grad():
-            self.paint.bias[: 3 * 4] = 0.5  # grey
+        assert self.paint.bias is not None
+        nn.init.constant_(self.paint.bias[: 3 * 4], 0.5)  # grey
 
     def forward(self, latent: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """latent: (B, tokens, C) -> frames (B, F, 3, H, W) in [0, 1], and the next state."""
