@@ -27,6 +27,8 @@ _ALWAYS = {
     "Content-Security-Policy": _CSP,
     "Permissions-Policy": "microphone=(self), camera=()",
 }
+# A page of any origin may import the client; the API then decides whom it serves.
+_CLIENT = "/client.js"
 _METHODS = frozenset(("GET", "HEAD", "POST", "PATCH", "DELETE", "OPTIONS", "PUT"))
 _PREFLIGHT = {
     "Access-Control-Allow-Methods": "GET, POST, PATCH, DELETE, OPTIONS",
@@ -62,6 +64,8 @@ class Edge:
         try:
             if scope["path"].startswith("/v1/"):
                 allowed_origin = self._origins.check(Headers(scope=scope))
+            elif scope["path"] == _CLIENT:
+                allowed_origin = "*"
             if scope["path"].startswith("/v1/") and scope["method"] == "OPTIONS":
                 await Response(None, 204, _PREFLIGHT)(scope, receive, send_with_headers)
             else:

@@ -12,32 +12,35 @@ from pathlib import Path
 import torch
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.weights import load_generator
+from characters_serve.model.weights import BUILTIN, load_generator
 from scripts.train_tiny.data import ClipSource
 from scripts.train_tiny.evaluate import evaluate
 from scripts.train_tiny.fused_renderer import FusedRenderer
 from scripts.train_tiny.renderer import Renderer
+from scripts.train_tiny.train import CHECKPOINT
 from scripts.train_tiny.train_autoencoder import load_autoencoder, say
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("scripts/train_tiny/data"))
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--run", type=Path, required=True, help="where the results go")
+    parser.add_argument("--weights", type=Path, default=BUILTIN)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--characters", type=int, default=8)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--window-seconds", type=int, default=8)
     parser.add_argument("--passes", type=int, default=4)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = ModelConfig(weights=str(options.run))
+    model = ModelConfig(weights=str(options.weights))
     source = ClipSource(options.data, model, device)
     renderer = (
         FusedRenderer(device, options.data / "renderer.cubin")
         if device.type == "cuda"
         else Renderer(device, batch=8, compiled=False)
     )
-    autoencoder, reader = load_autoencoder(model, options.run, device)
+    autoencoder, reader = load_autoencoder(model, options.checkpoint, options.weights, device)
     score = evaluate(
         load_generator(model, device=device, dtype=torch.float32),
         autoencoder,
@@ -50,6 +53,7 @@ def main() -> None:
         passes=options.passes,
         window_seconds=options.window_seconds,
     )
+    options.run.mkdir(parents=True, exist_ok=True)
     (options.run / f"score-{options.passes}.json").write_text(json.dumps(score, indent=1))
     say(json.dumps(score, indent=1))
 

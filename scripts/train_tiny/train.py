@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.weights import save_network
+from characters_serve.model.weights import BUILTIN, load_generator, save_network
 from scripts.train_tiny.data import ClipSource
 from scripts.train_tiny.evaluate import evaluate
 from scripts.train_tiny.fused_renderer import FusedRenderer
+from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
     load_autoencoder,
@@ -34,7 +35,8 @@ from scripts.train_tiny.train_autoencoder import (
 )
 from scripts.train_tiny.train_dit import train_dit
 
-AUTOENCODER_SHARE = 0.38
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+"""What only training needs, kept so that a run can go on from the shipped weights."""
 EXPORT_AND_SCORE_S = 30.0
 
 
@@ -50,8 +52,13 @@ def main() -> None:
     parser.add_argument("--evaluate-characters", type=int, default=12)
     parser.add_argument("--evaluate-seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--reuse-autoencoder", action="store_true")
-    parser.add_argument("--autoencoder-only", action="store_true")
+    parser.add_argument(
+        "--autoencoder-share", type=float, default=0.38, help="of the seconds; 0 keeps it as it is"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="from checkpoint/ and the weights in the package"
+    )
+    parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     options = parser.parse_args()
     started = time.monotonic()
 
@@ -78,15 +85,20 @@ def main() -> None:
         record[key] = value
         (options.run / "record.json").write_text(json.dumps(record))
 
-    if options.reuse_autoencoder:
-        autoencoder, reader = load_autoencoder(model, options.run, device)
-    else:
+    profiler = StepProfiler(enabled=options.profile)
+    autoencoder = reader = dit = None
+    if options.resume:
+        autoencoder, reader = load_autoencoder(model, CHECKPOINT, BUILTIN, device)
+        dit = load_generator(model, device=device, dtype=torch.float32)
+    if autoencoder is None or reader is None or options.autoencoder_share:
         autoencoder, reader, log = train_autoencoder(
             model,
             source,
             renderer,
             options.run,
-            seconds=left_s() * (1.0 if options.autoencoder_only else AUTOENCODER_SHARE),
+            start=autoencoder,
+            profiler=profiler,
+            seconds=left_s() * options.autoencoder_share,
             batch=options.autoencoder_batch,
             rate=2e-3,
             seed=options.seed,
@@ -95,13 +107,13 @@ def main() -> None:
         save_autoencoder(autoencoder, reader, options.run)
         save_network(autoencoder.decoder, options.run, "decoder")
     say(f"{left_s():.0f} s left for the transformer")
-    if options.autoencoder_only:
-        return
     dit, painter, log = train_dit(
         model,
         autoencoder,
         source,
         renderer,
+        start=dit,
+        profiler=profiler,
         seconds_left=left_s,
         pool_size=options.pool,
         pool_chunks=20 if cuda else 6,

@@ -27,6 +27,7 @@ from scripts.train_tiny.networks import (
     crop_mouth,
 )
 from scripts.train_tiny.pictures import save_sheet
+from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer, mouth_box, region_masks
 
 LATENT_NOISE = 0.1
@@ -97,6 +98,8 @@ def train_autoencoder(
     renderer: Renderer,
     run: Path,
     *,
+    start: Autoencoder | None,
+    profiler: StepProfiler,
     seconds: float,
     batch: int,
     rate: float,
@@ -106,7 +109,8 @@ def train_autoencoder(
     device = source.device
     generator = _generator(source, seed)
     torch.manual_seed(seed)
-    network = _autoencoder(model, device)
+    network = start or _autoencoder(model, device)
+    network.train().requires_grad_(True)
     optimizer = MuonAdamW([network], adam_only=("motion", "fine_flow", "paint", "layers.1."))
     average = AveragedWeights(network)
     frames = CHUNKS_PER_CLIP * model.frames_per_chunk
@@ -128,6 +132,7 @@ def train_autoencoder(
         optimizer.step(rate * warm * max(0.02, 0.5 + 0.5 * math.cos(math.pi * progress)))
         average.update()
         step += 1
+        profiler.tick("autoencoder", step)
         if step % 200 == 0 or step in (1, 20):
             log.append({"step": step, "seconds": elapsed, "loss": loss.item()})
             say(f"autoencoder {step:5d} {elapsed:6.1f} s loss {log[-1]['loss']:.4f}")
@@ -241,12 +246,13 @@ def save_autoencoder(network: Autoencoder, reader: MouthReader, run: Path) -> No
 
 
 def load_autoencoder(
-    model: ModelConfig, run: Path, device: torch.device
+    model: ModelConfig, checkpoint: Path, weights: Path, device: torch.device
 ) -> tuple[Autoencoder, MouthReader]:
+    """checkpoint: what only training needs; weights: what is served."""
     network, reader = _autoencoder(model, device), MouthReader()
-    network.encoder.load_state_dict(torch.load(run / "encoder.pt", map_location="cpu"))
-    network.decoder.load_state_dict(load_file(run / "decoder.safetensors"))
-    reader.load_state_dict(torch.load(run / "mouth_reader.pt", map_location="cpu"))
+    network.encoder.load_state_dict(torch.load(checkpoint / "encoder.pt", map_location="cpu"))
+    network.decoder.load_state_dict(load_file(weights / "decoder.safetensors"))
+    reader.load_state_dict(torch.load(checkpoint / "mouth_reader.pt", map_location="cpu"))
     return network.eval().requires_grad_(False), reader.to(device).eval().requires_grad_(False)
 
 

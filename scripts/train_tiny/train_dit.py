@@ -32,6 +32,7 @@ from scripts.train_tiny.data import (
     render_with_references,
 )
 from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
+from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
     Autoencoder,
@@ -250,6 +251,8 @@ def train_dit(
     source: ClipSource,
     renderer: Renderer,
     *,
+    start: CharacterDiT | None,
+    profiler: StepProfiler,
     seconds_left: Callable[[], float],
     pool_size: int,
     pool_chunks: int,
@@ -271,7 +274,7 @@ def train_dit(
         f"{pool.latents.float().std():.3f}, change {pool.latents.diff(dim=1).float().std():.3f}"
     )
     torch.manual_seed(seed)
-    dit = CharacterDiT(model).to(device).train()
+    dit = (start or CharacterDiT(model).to(device)).train().requires_grad_(True)
     training_pass = TrainingPass(dit, compiled=cuda)
     painter = copy.deepcopy(autoencoder).train()
     painter.encoder.requires_grad_(False)
@@ -348,6 +351,7 @@ def train_dit(
         for average in averages:
             average.update()
         step += 1
+        profiler.tick("transformer", step)
         if step % 200 == 0 or step in (1, 20, 60):
             entry = {
                 "step": step,

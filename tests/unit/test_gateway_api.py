@@ -736,6 +736,9 @@ async def test_the_page_is_served_with_its_guards(
     assert "default-src 'self'" in page.headers["content-security-policy"]
     script = await api.http.get("/client.js")
     assert "javascript" in script.headers["content-type"]
+    # A module import from another origin needs it; nothing else on the page does.
+    assert script.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in page.headers
     for path in ("/nothing.js", "/..%2Fsecret.txt", "/%2e%2e%2fsecret.txt", "/.hidden"):
         problem(await api.http.get(path), 404)
 
