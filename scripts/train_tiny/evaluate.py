@@ -131,6 +131,7 @@ def _score_window(
     still = (torch.nn.functional.max_pool1d(truth_open[:, None], 7, 1, 3) < 0.03)[:, 0]
     score: dict[str, Any] = {k: round(sum(v) / len(v), 3) for k, v in totals.items()}
     score["mouth_correlation_by_lag"] = lags
+    score["mouth_correlation_mean"] = round(sum(per_character) / len(per_character), 3)
     score["mouth_correlation_worst"] = round(min(per_character), 3)
     if still.any():
         score["closed_in_silence"] = round(float((read[still] < 0.15).float().mean()), 4)
