@@ -148,21 +148,17 @@ class AveragedWeights:
     """Exponential moving average of a network's floating-point state."""
 
     def __init__(self, network: nn.Module, decay: float = 0.998) -> None:
-        self._network, self._decay, self._count = network, decay, 0
-        self._average = {
-            k: v.detach().clone().float()
-            for k, v in network.state_dict().items()
-            if v.is_floating_point()
-        }
+        self._decay, self._count = decay, 0
+        # Optimisers write in place, so these stay the network's own tensors.
+        self._live = {k: v for k, v in network.state_dict().items() if v.is_floating_point()}
+        self._average = {k: v.detach().clone().float() for k, v in self._live.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         self._count += 1
         decay = min(self._decay, (1 + self._count) / (10 + self._count))
-        state = self._network.state_dict()
-        keys = list(self._average)
         torch._foreach_lerp_(
-            [self._average[k] for k in keys], [state[k].float() for k in keys], 1 - decay
+            list(self._average.values()), [v.float() for v in self._live.values()], 1 - decay
         )
 
     def copy_to(self, network: nn.Module) -> None:

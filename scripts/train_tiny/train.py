@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=6144, help="clips the transformer trains on")
     parser.add_argument("--evaluate-characters", type=int, default=12)
     parser.add_argument("--evaluate-seconds", type=int, default=60)
+    parser.add_argument("--rate", type=float, default=2e-3, help="of Muon and AdamW, at its peak")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--autoencoder-share", type=float, default=0.38, help="of the seconds; 0 keeps it as it is"
@@ -100,7 +101,7 @@ def main() -> None:
             profiler=profiler,
             seconds=left_s() * options.autoencoder_share,
             batch=options.autoencoder_batch,
-            rate=2e-3,
+            rate=options.rate,
             seed=options.seed,
         )
         keep("autoencoder", log)
@@ -120,7 +121,7 @@ def main() -> None:
         batch=options.batch,
         chunks=12 if cuda else 6,
         decoded=options.decoded,
-        rate=2e-3,
+        rate=options.rate,
         seed=options.seed,
     )
     save_network(dit, options.run, "dit")

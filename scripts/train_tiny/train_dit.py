@@ -35,6 +35,7 @@ from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
+    COMPILE_STEPS,
     Autoencoder,
     picture_loss,
     region_weights,
@@ -43,8 +44,6 @@ from scripts.train_tiny.train_autoencoder import (
 
 PICTURE_WEIGHT = 4.0
 TEACHER_SHARE = 0.5
-COMPILE_STEPS = 3
-"""The clock starts after these."""
 
 
 class Pool(NamedTuple):
@@ -279,6 +278,14 @@ def train_dit(
     painter = copy.deepcopy(autoencoder).train()
     painter.encoder.requires_grad_(False)
     painter.decoder.requires_grad_(True)
+
+    def painted_loss(
+        latent: Tensor, images: Tensor, before: Tensor, shown: Tensor, weights: Tensor
+    ) -> Tensor:
+        return picture_loss(painter.decode(latent, images, before), shown, weights)
+
+    if cuda:
+        painted_loss = torch.compile(painted_loss, dynamic=False)
     adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
     optimizer = MuonAdamW([dit], adam_only)
     painter_optimizer = torch.optim.Adam(painter.decoder.parameters(), lr=2e-4, betas=(0.9, 0.98))
@@ -334,8 +341,7 @@ def train_dit(
             shown = render_clips(renderer, part)
             weights = region_weights(part)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
-            made = painter.decode(pair, images[some], before)
-        picture = picture_loss(made, shown, weights)
+            picture = painted_loss(pair, images[some], before, shown, weights)
         ramp = min(1.0, step / 300)
         loss = latent_loss + PICTURE_WEIGHT * ramp * picture
         loss.backward()  # type: ignore[no-untyped-call]
