@@ -421,8 +421,8 @@ class LocalServer:
         if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
             return None
         for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN and connection.laddr
-            if listens and connection.laddr[1] == port and connection.pid:
+            listens = connection.status == psutil.CONN_LISTEN
+            if listens and getattr(connection.laddr, "port", 0) == port and connection.pid:
                 return LocalServer(psutil.Process(connection.pid))
         return None
 
