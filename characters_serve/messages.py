@@ -26,6 +26,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Warming:
+    """Host to gateway, before Ready: everything is loaded and the self-test begins."""
+
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     process: str
     reason: str
@@ -345,6 +352,7 @@ class AgentError:
 
 Message = (
     Ready
+    | Warming
     | Failed
     | Ping
     | Pong

@@ -26,6 +26,7 @@ from characters_serve.messages import (
     Ready,
     Shutdown,
     ShutdownAck,
+    Warming,
 )
 
 log = logging.getLogger(__name__)
@@ -221,6 +222,9 @@ class AsyncControlLink:
 
     async def ready(self, details: dict[str, str]) -> None:
         await self.channel.send(Ready(self.name, os.getpid(), details))
+
+    async def warming(self) -> None:
+        await self.channel.send(Warming(self.name))
 
     async def failed(self, reason: str) -> None:
         await self.channel.send(Failed(self.name, reason))

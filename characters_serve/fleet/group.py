@@ -28,6 +28,7 @@ from characters_serve.messages import (
     Refused,
     Say,
     SessionState,
+    Warming,
 )
 from characters_serve.processes import ChildFailed, ChildProcess
 
@@ -64,6 +65,7 @@ class Group:
         on_state: Callable[[SessionState], None],
         on_metrics: Callable[[HostMetrics], None],
         on_exit: Callable[[str], Awaitable[None]],
+        on_warming: Callable[[], None] = lambda: None,
         host_module: str = HOST_MODULE,
     ) -> None:
         self.group_id = group_id
@@ -72,6 +74,7 @@ class Group:
         self._on_state = on_state
         self._on_metrics = on_metrics
         self._on_exit = on_exit
+        self._on_warming = on_warming
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._gone: str | None = None
@@ -185,6 +188,8 @@ class Group:
                 self._on_state(message)
             case HostMetrics():
                 self._on_metrics(message)
+            case Warming():
+                self._on_warming()
             case Failed(_, reason):
                 await self._exited(f"{self.group_id}: {reason}")
             case _:

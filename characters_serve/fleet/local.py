@@ -187,12 +187,16 @@ class LocalFleet:
             on_state=lambda state: self._state(group_id, state),
             on_metrics=lambda metrics: self._on_metrics(group_id, metrics),
             on_exit=on_exit,
+            on_warming=lambda: self.pool.warming(group_id),
             host_module=self._host_module,
         )
         details = await group.start()
         self._groups[group_id] = group
-        self.pool.started(group_id)
+        degraded = details.get("degraded", "")
+        self.pool.started(group_id, degraded)
         log.info("group %s is ready (pid %s)", group_id, group.pid)
+        if degraded:
+            log.warning("group %s serves, but cannot keep its rate: %s", group_id, degraded)
         self._on_ready(group_id, details)
         await self._announce()
         await ended.wait()

@@ -4,7 +4,7 @@ A pure state machine. A group is taken by `reserve`, which counts before anythin
 every lease carries the group's epoch: whoever acts on an older epoch is turned away, so a zombie
 can neither feed nor free a group that has moved on.
 
-    starting -> ready -> reserved -> live -> resetting -> ready
+    starting -> warming -> ready -> reserved -> live -> resetting -> ready
     any -> unhealthy -> starting (rebuilt)        any -> draining, once its session is over
 """
 
@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-GroupState = Literal["starting", "ready", "reserved", "live", "resetting", "draining", "unhealthy"]
+GroupState = Literal[
+    "starting", "warming", "ready", "reserved", "live", "resetting", "draining", "unhealthy"
+]
 GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
 _HELD: tuple[GroupState, ...] = ("reserved", "live", "resetting")
 
@@ -32,6 +34,7 @@ class _Slot:
     lease: Lease | None = None
     expires_s: float = 0.0
     reason: str = ""
+    degraded: str = ""
 
 
 class Pool:
@@ -50,11 +53,20 @@ class Pool:
         slot.state = "starting"
         slot.epoch += 1
         slot.reason = ""
+        slot.degraded = ""
 
-    def started(self, group_id: str) -> None:
+    def warming(self, group_id: str) -> None:
+        """Everything is loaded; the group now shows that it delivers."""
         slot = self._slots[group_id]
         if slot.state == "starting":
+            slot.state = "warming"
+
+    def started(self, group_id: str, degraded: str = "") -> None:
+        """degraded: why the group cannot keep its rate; it serves when no better one is free."""
+        slot = self._slots[group_id]
+        if slot.state in ("starting", "warming"):
             slot.state = "draining" if self.draining else "ready"
+            slot.degraded = degraded
 
     def fail(self, group_id: str, reason: str) -> Lease | None:
         """The group is gone; returns the lease that went with it."""
@@ -79,14 +91,16 @@ class Pool:
         """One ready group for this session, or None; it is taken when this returns."""
         if self.draining:
             return None
-        for group_id, slot in self._slots.items():
-            if slot.state == "ready":
-                slot.epoch += 1
-                slot.state = "reserved"
-                slot.expires_s = now_s + self._reserve_ttl_s
-                slot.lease = Lease(group_id, session_id, slot.epoch)
-                return slot.lease
-        return None
+        ready = [group_id for group_id, slot in self._slots.items() if slot.state == "ready"]
+        if not ready:
+            return None
+        group_id = min(ready, key=lambda ready_id: self._slots[ready_id].degraded != "")
+        slot = self._slots[group_id]
+        slot.epoch += 1
+        slot.state = "reserved"
+        slot.expires_s = now_s + self._reserve_ttl_s
+        slot.lease = Lease(group_id, session_id, slot.epoch)
+        return slot.lease
 
     def attach(self, lease: Lease) -> bool:
         """The group holds the session's character now; False when the lease is no longer good."""
@@ -133,6 +147,14 @@ class Pool:
     def reasons(self) -> dict[str, str]:
         """Why each unhealthy group is so."""
         return {g: slot.reason for g, slot in self._slots.items() if slot.state == "unhealthy"}
+
+    def degraded(self) -> dict[str, str]:
+        """Why each group that is too slow is so; it serves all the same."""
+        return {
+            g: slot.degraded
+            for g, slot in self._slots.items()
+            if slot.degraded and slot.state != "unhealthy"
+        }
 
     def counts(self) -> dict[GroupState, int]:
         counts = dict.fromkeys(GROUP_STATES, 0)

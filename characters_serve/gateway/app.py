@@ -221,6 +221,8 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
         body: dict[str, Any] = {"status": status, "free": counts["ready"], "groups": counts}
         if pool.reasons():
             body["reasons"] = pool.reasons()
+        if pool.degraded():
+            body["degraded"] = pool.degraded()
         return JSONResponse(body, 200 if pool.serving else 503)
 
     @app.get("/metrics")

@@ -80,7 +80,7 @@ class Gateway:
         self.metrics.sessions_refused.labels("full").inc()
         if counts["reserved"] or counts["live"]:
             raise busy(503, "every character is in a conversation; try again soon", 5)
-        if counts["starting"]:
+        if counts["starting"] or counts["warming"]:
             raise busy(503, "the server is still starting", 2)
         why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
         raise busy(503, f"the server cannot run a character now: {why}", 10)

@@ -10,6 +10,7 @@ from characters_serve.messages import HostMetrics
 COUNTERS: Final = (
     "chunks_total",
     "late_chunks_total",
+    "chunk_watchdog_total",
     "underruns_total",
     "held_ms_total",
     "frames_sent_total",
@@ -29,6 +30,7 @@ SESSION_GAUGES: Final = (
     "rtt_ms",
     "engine_load",
     "video_kbps",
+    "chunk_stalled",
 )
 
 

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +43,7 @@ from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
+from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Host:
         )
         self._session: LiveSession | None = None
         self._session_id: str | None = None
+        self._test_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
         # What the agent says between its start and the session's.
         self._early: list[Message] = []
         self._changing = asyncio.Lock()
@@ -81,6 +84,14 @@ class Host:
             details = await self._children.start()
         except (ChildFailed, OSError) as error:
             await self._link.failed(str(error))
+            await asyncio.sleep(LAST_WORD_S)
+            return 1
+        await self._link.warming()
+        try:
+            details |= await self._warm_up()
+        except (SelfTestFailed, TimeoutError) as error:
+            await self._link.failed(str(error))
+            await self._children.kill()
             await asyncio.sleep(LAST_WORD_S)
             return 1
         await self._link.ready(details)
@@ -103,6 +114,22 @@ class Host:
             task.cancel()
         await asyncio.gather(receive, *background, *self._tasks, return_exceptions=True)
         return code
+
+    async def _warm_up(self) -> dict[str, str]:
+        """The self-test's findings for Ready's details; a child that dies in it ends it."""
+        test = asyncio.create_task(
+            run_self_test(self._children, self._config, self._test_chunks.get, time.monotonic)
+        )
+        await asyncio.wait((test, self._faulty), return_when=asyncio.FIRST_COMPLETED)
+        if not test.done():
+            test.cancel()
+            await asyncio.gather(test, return_exceptions=True)
+            raise SelfTestFailed(f"self-test: {self._faulty.result()}")
+        result = test.result()
+        self._counters.gauge("self_test_period_ms", round(result.period_ms, 1))
+        self._counters.gauge("group_degraded", float(not result.fast_enough))
+        details = {"self_test_period_ms": f"{result.period_ms:.1f}"}
+        return details if result.fast_enough else {**details, "degraded": result.degraded}
 
     # ------------------------------------------------------------ requests
 
@@ -226,7 +253,9 @@ class Host:
     # ------------------------------------------------------------ the children
 
     def _from_engine(self, chunk: VideoChunk) -> None:
-        if self._session is not None:
+        if chunk.session_id == SESSION_ID:
+            self._test_chunks.put_nowait(chunk)
+        elif self._session is not None:
             self._session.chunk(chunk)
 
     def _from_agent(self, message: Message) -> None:

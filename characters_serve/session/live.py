@@ -308,7 +308,9 @@ class LiveSession:
             now_s = time.monotonic()
             self._lifecycle.activity(self._conversation.last_speech_s)
             self._apply(self._lifecycle.tick(now_s))
-            if self._playout.in_flight and now_s - self._chunk_s > ENGINE_STALLED_S:
+            waited_s = now_s - self._chunk_s if self._playout.in_flight else 0.0
+            self._reporter.chunk_awaited(waited_s)
+            if waited_s > ENGINE_STALLED_S:
                 self._fault(f"the engine sent no chunk for {ENGINE_STALLED_S:g} s")
             self._reporter.tick(now_s, self._peer)
 

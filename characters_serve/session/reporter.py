@@ -6,6 +6,7 @@ Knows nothing of what is done about it.
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 from characters_serve.session.counters import Counters
@@ -14,8 +15,11 @@ from characters_serve.session.events import EventsChannel
 from characters_serve.session.peer import Peer
 from characters_serve.session.playout import Playout
 
+log = logging.getLogger(__name__)
+
 REPORT_S: Final = 1.0
 FROZEN_FACE_S: Final = 0.5
+UNHEALTHY_S: Final = 2.0
 
 
 class Reporter:
@@ -38,6 +42,7 @@ class Reporter:
         self._held_ms = 0.0
         self._frames = 0
         self._avatar_state = "normal"
+        self._stalled = False
 
     def new_underruns(self) -> int:
         """How many since the last call; counts them."""
@@ -46,6 +51,15 @@ class Reporter:
             self._underruns = self._playout.underruns
             self._counters.count("underruns_total", new)
         return new
+
+    def chunk_awaited(self, waited_s: float) -> None:
+        """How long the engine has owed a chunk; 0 when it owes none."""
+        stalled = waited_s > UNHEALTHY_S
+        if stalled and not self._stalled:
+            self._counters.count("chunk_watchdog_total")
+            log.warning("the engine has sent no chunk for %.1f s", waited_s)
+        self._stalled = stalled
+        self._counters.gauge("chunk_stalled", float(stalled))
 
     def tick(self, now_s: float, peer: Peer | None) -> None:
         """Several times a second: states as they change, numbers once a second."""

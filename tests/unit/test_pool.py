@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -106,6 +109,88 @@ def test_a_held_group_cannot_be_added_again() -> None:
         pool.add("g0")
 
 
+def test_a_group_warms_up_before_it_is_ready() -> None:
+    pool = Pool(TTL_S)
+    pool.add("g0")
+    pool.warming("g0")
+    assert pool.counts()["warming"] == 1 and not pool.serving
+    assert pool.reserve("a", 0.0) is None
+    pool.started("g0")
+    pool.warming("g0")
+    assert pool.state_of("g0") == "ready", "late news changes nothing"
+
+
+def test_a_slow_group_is_taken_last_and_forgets_its_slowness_when_rebuilt() -> None:
+    pool = Pool(TTL_S)
+    for group_id, degraded in (("g0", "a chunk takes 200 ms"), ("g1", "")):
+        pool.add(group_id)
+        pool.started(group_id, degraded)
+    assert take(pool, "a").group_id == "g1"
+    assert pool.degraded() == {"g0": "a chunk takes 200 ms"}
+    slow = take(pool, "b")
+    assert slow.group_id == "g0"
+    pool.fail("g0", "died")
+    assert pool.degraded() == {}
+    pool.add("g0")
+    pool.started("g0")
+    assert pool.degraded() == {}
+
+
+def test_a_hundred_thousand_events_lose_no_group_and_give_none_twice() -> None:
+    """Eight groups, sessions and faults in any order, stale leases included."""
+    chance = random.Random(2026)
+    pool, groups = ready_pool(8), [f"g{index}" for index in range(8)]
+    held: dict[str, Lease] = {}
+    old: deque[Lease] = deque(maxlen=200)
+    now_s, served = 0.0, 0
+    for event in range(100_000):
+        now_s += chance.expovariate(1.0)
+        leases = list(old) if old and chance.random() < 0.2 else list(held.values())
+        lease = chance.choice(leases) if leases else None
+        group_id = chance.choice(groups)
+        match chance.choices(range(8), (30, 20, 20, 20, 1, 20, 20, 10))[0]:
+            case 0:
+                free = pool.counts()["ready"]
+                taken = pool.reserve(f"s{event}", now_s)
+                assert (taken is not None) == (free > 0)
+                if taken is not None:
+                    assert taken.group_id not in held
+                    held[taken.group_id] = taken
+                    old.append(taken)
+                    served += 1
+            case 1 if lease is not None:
+                if pool.attach(lease):
+                    assert held[lease.group_id] == lease
+            case 2 if lease is not None:
+                if pool.release(lease):
+                    assert held[lease.group_id] == lease
+            case 3 if lease is not None:
+                if pool.reset_done(lease):
+                    assert held.pop(lease.group_id) == lease
+            case 4:
+                assert pool.fail(group_id, "died") == held.pop(group_id, None)
+            case 5 if pool.state_of(group_id) == "unhealthy":
+                pool.add(group_id)
+                pool.warming(group_id)
+            case 6 if pool.state_of(group_id) == "warming":
+                pool.started(group_id, chance.choice(("", "slow")))
+            case 7:
+                for expired in pool.expired(now_s):
+                    assert held[expired.group_id] == expired and pool.release(expired)
+        counts = pool.counts()
+        assert sum(counts.values()) == len(groups)
+        assert counts["reserved"] + counts["live"] + counts["resetting"] == len(held)
+    assert served > 5_000
+    for lease in list(held.values()):
+        pool.release(lease)
+        assert pool.reset_done(lease)
+    for group_id in groups:
+        if pool.state_of(group_id) in ("unhealthy", "warming"):
+            pool.add(group_id)
+            pool.started(group_id)
+    assert pool.counts()["ready"] == len(groups), "every group can serve again"
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of calls, with leases of any age."""
 
@@ -157,7 +242,17 @@ class PoolMachine(RuleBasedStateMachine):
     def rebuild(self, group: str) -> None:
         if self.pool.state_of(group) == "unhealthy":
             self.pool.add(group)
-            self.pool.started(group)
+
+    @rule(group=group)
+    def warm(self, group: str) -> None:
+        self.pool.warming(group)
+
+    @rule(group=group, degraded=st.sampled_from(["", "slow"]))
+    def started(self, group: str, degraded: str) -> None:
+        before = self.pool.state_of(group)
+        self.pool.started(group, degraded)
+        if before not in ("starting", "warming"):
+            assert self.pool.state_of(group) == before
 
     @rule(seconds=st.floats(0, 60))
     def expire(self, seconds: float) -> None:

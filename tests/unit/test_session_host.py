@@ -76,7 +76,11 @@ async def test_a_session_from_open_to_close(host: HostParent) -> None:
     counters = host.metrics[-1].counters
     assert counters["frames_sent_total"] > 40 and counters["interrupts_total"] == 1
     assert counters["underruns_total"] == 0
-    assert host.metrics[-1].gauges.keys() == {"host_tasks"}
+    assert host.metrics[-1].gauges.keys() == {
+        "host_tasks",
+        "self_test_period_ms",
+        "group_degraded",
+    }
     await browser.close()
 
 
@@ -217,6 +221,10 @@ async def test_the_diffusion_engine_plays_and_its_decoder_may_not_die(tmp_path: 
     await host.child.kill()
 
 
+def watched(host: HostParent, gauge: str) -> bool:
+    return bool(host.metrics) and host.metrics[-1].gauges.get(gauge) == 1
+
+
 async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
     host = HostParent(tmp_path, CONFIG)
     await host.start()
@@ -231,6 +239,8 @@ async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
             browser.probe.send(ping(1))
         return bool(host.exits)
 
+    await until(lambda: beats_until_exit() or watched(host, "chunk_stalled"), 6)
+    assert not host.exits and host.metrics[-1].counters["chunk_watchdog_total"] == 1
     await until(beats_until_exit, 20)
     assert host.state_names("one")[-1] == "failed"
     states = [e["data"] for e in browser.events if e["type"] == "server-message"]

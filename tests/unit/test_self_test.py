@@ -1,0 +1,122 @@
+"""The self-test: what makes a group ready, degraded or failed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig
+from characters_serve.messages import StartCharacter, StepInput, VideoChunk
+from characters_serve.processes import ChildFailed
+from characters_serve.session import self_test
+from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
+from tests.unit.session_rig import HostParent, until
+
+CONFIG = Config(
+    model=ModelConfig(width=192, height=128),
+    engine=EngineConfig(kind="pattern"),
+    agent=AgentConfig(kind="none"),
+)
+
+
+class InventedEngine:
+    """Every chunk takes `period_s` of an invented clock; from chunk `mute_from` on, none comes."""
+
+    def __init__(self, period_s: float, mute_from: int = 1000, frames: int = 4) -> None:
+        self.calls: list[str] = []
+        self.now_s = 0.0
+        self.most_in_flight = 0
+        self._period_s = period_s
+        self._mute_from = mute_from
+        self._frames = frames
+        self._steps: asyncio.Queue[StepInput] = asyncio.Queue()
+
+    async def start_character(self, message: StartCharacter) -> None:
+        assert len(message.image_rgb) == 3 * 192 * 128
+        self.calls.append("start")
+
+    async def end_character(self, session_id: str) -> None:
+        assert session_id == SESSION_ID
+        self.calls.append("end")
+
+    async def send_step(self, step: StepInput) -> None:
+        self._steps.put_nowait(step)
+        self.most_in_flight = max(self.most_in_flight, self._steps.qsize())
+
+    async def next_chunk(self) -> VideoChunk:
+        step = await self._steps.get()
+        if step.chunk_index >= self._mute_from:
+            await asyncio.sleep(60)
+        self.now_s += self._period_s if step.chunk_index else 5.0
+        frames = [b""] * self._frames
+        index = step.chunk_index
+        return VideoChunk(SESSION_ID, 0, index, frames, step.voice_48k, 0, 0.0, False, 4, 1.0, 1.0)
+
+    async def run(self) -> self_test.SelfTest:
+        return await run_self_test(self, CONFIG, self.next_chunk, lambda: self.now_s)
+
+
+async def test_the_median_period_decides_and_the_slow_first_chunk_does_not() -> None:
+    fast, slow = InventedEngine(0.1), InventedEngine(0.2)
+    result = await fast.run()
+    assert result.period_ms == pytest.approx(100) and result.fast_enough and not result.degraded
+    assert fast.calls == ["start", "end"] and fast.most_in_flight == self_test.CREDITS
+    result = await slow.run()
+    assert not result.fast_enough
+    assert result.degraded == "a chunk takes 200 ms and plays for 167 ms"
+
+
+async def test_no_chunk_or_a_wrong_one_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "NO_CHUNK_S", 0.05)
+    with pytest.raises(SelfTestFailed, match=r"no chunk 0 from the engine in 0\.05 s"):
+        await InventedEngine(0.1, mute_from=0).run()
+    with pytest.raises(SelfTestFailed, match="no chunk 7"):
+        await InventedEngine(0.1, mute_from=7).run()
+    with pytest.raises(SelfTestFailed, match="3 frames came where chunk 0 with 4 was due"):
+        await InventedEngine(0.1, frames=3).run()
+
+
+async def test_a_real_host_is_ready_only_after_it_delivered(tmp_path: Path) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    await host.start()
+    assert [type(message).__name__ for message in host.others] == ["Warming"]
+    assert float(host.details["self_test_period_ms"]) > 0 and "degraded" not in host.details
+    await until(lambda: bool(host.metrics))
+    assert host.metrics[-1].gauges["group_degraded"] == 0
+    assert host.metrics[-1].gauges["self_test_period_ms"] > 0
+    await host.stop()
+
+
+async def test_an_engine_that_is_too_slow_serves_and_says_so(tmp_path: Path) -> None:
+    # At 1000 fps a chunk plays for 4 ms: four large pictures take longer.
+    audio = CONFIG.model.audio.model_copy(update={"hop": 3})
+    fast = ModelConfig(width=1920, height=1088, fps=1000, audio=audio)
+    host = HostParent(tmp_path, CONFIG.model_copy(update={"model": fast}))
+    await host.start()
+    assert "and plays for 4 ms" in host.details["degraded"]
+    await until(lambda: bool(host.metrics))
+    assert host.metrics[-1].gauges["group_degraded"] == 1
+    await host.stop()
+
+
+async def test_an_engine_that_dies_in_the_self_test_is_a_failure_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    host = HostParent(tmp_path, CONFIG)
+    start = asyncio.create_task(host.start())
+    await until(lambda: bool(host.others), 30)
+    for entry in Path("/proc").iterdir():
+        command = entry / "cmdline"
+        if (
+            entry.name.isdigit()
+            and command.exists()
+            and b"engine.pattern" in command.read_bytes()
+            and bytes(tmp_path) in command.read_bytes()
+        ):
+            os.kill(int(entry.name), signal.SIGKILL)
+    with pytest.raises(ChildFailed, match="self-test: pattern exited with code -9"):
+        await start
