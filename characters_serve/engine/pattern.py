@@ -7,6 +7,8 @@ uncropped copy at any size can be read.
 
     y 0.04..0.14   16 squares, the frame index in binary, most significant bit first;
                    square i covers x (2 + i) / 20 .. (3 + i) / 20, white is 1
+    y 0.17..0.27   noise that changes with each frame: without it the picture needs 0.3 Mbit/s at
+                   1088x704, and no encoder would fill its rate as it does with a face
     y 0.30..0.60   the flash box, x 0.35..0.65
     y 0.66..0.82   the frame index in digits
     y 0.86..0.96   a bar that crosses the picture once a second
@@ -44,6 +46,8 @@ BEEP_SAMPLES = 4800
 _BLACK, _GREY, _WHITE = 16, 72, 235
 _FLASH_BOX = (0.30, 0.60, 0.35, 0.65)
 _COUNTER_ROWS = (0.04, 0.14)
+_NOISE_BOX = (0.17, 0.27, 0.0, 1.0)
+_NOISE = np.random.default_rng(0).integers(_GREY - 20, _GREY + 20, 1 << 17).astype(np.uint8)
 _GLYPHS = (
     "111101101101111",
     "010110010010111",
@@ -74,6 +78,8 @@ def pattern_frame(model: ModelConfig, frame_index: int) -> bytes:
             _WHITE if is_one else _BLACK
         )
     _region(luma, _FLASH_BOX)[:] = _WHITE if flash_is_on(frame_index, model.fps) else _BLACK
+    noise = _region(luma, _NOISE_BOX)
+    noise[:] = np.resize(np.roll(_NOISE, 7919 * frame_index), noise.shape)
     _draw_digits(luma, frame_index)
     left = 0.95 * (frame_index % model.fps) / model.fps
     bar = (0.86, 0.96, left, left + 0.05)
