@@ -74,13 +74,13 @@ def measure(config: Config, num_steps: int) -> dict[str, Any]:
         "params": sum(parameter.numel() for parameter in generator.parameters()),
         "steps": num_steps,
         "passes": by_passes,
-        "device": _device_name(device),
+        "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "rank_threads": config.engine.rank_threads,
         "decoder_threads": config.engine.decoder_threads,
         "torch": torch.__version__,
         "command": shlex.join(["python", "-m", "characters_serve.bench.step", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -95,14 +95,14 @@ def _time(call: Callable[[], object], num_calls: int) -> list[float]:
     return times_ms[_WARM_UP:]
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the code being measured, marked where files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:

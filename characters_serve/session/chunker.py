@@ -90,6 +90,11 @@ class Chunker:
         return bool(self._queue)
 
     @property
+    def speech_waits(self) -> bool:
+        """Whether the next step will carry speech."""
+        return bool(self._queue) and self._may_speak(self._queue[0])
+
+    @property
     def queued_ms(self) -> float:
         return sum(len(u.samples) for u in self._queue) * 1000.0 / self._rate
 

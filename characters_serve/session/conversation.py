@@ -66,6 +66,7 @@ class Conversation:
         self._to_agent = to_agent
         self._user_speaking = False
         self._speech_ended_s: float | None = None
+        self._stamps_s: dict[str, float] = {}
         self._captions: deque[_Caption] = deque()
         self._queued_ms: tuple[int, float] = (0, 0.0)
 
@@ -77,7 +78,7 @@ class Conversation:
     def agent(self, message: Message, now_s: float) -> None:
         match message:
             case AgentAudio():
-                self._queue(message)
+                self._queue(message, now_s)
             case UserSpeech():
                 self._user_speech(message, now_s)
             case Transcript(role="user"):
@@ -108,6 +109,10 @@ class Conversation:
         self._speech_ended_s = None
         self._to_agent(AgentInterrupt(self._session_id, latest_id + 1))
 
+    def stamp(self, stage: str, now_s: float) -> None:
+        """A stage of the answer to the present turn, on its way through the engine."""
+        self._stamps_s.setdefault(stage, now_s)
+
     def follow(self, now_s: float) -> None:
         """Called after each picture and packet: reports where the playout has come to."""
         for event in self._playout.take_events():
@@ -127,11 +132,14 @@ class Conversation:
         self.follow(now_s)
         return latest_id
 
-    def _queue(self, audio: AgentAudio) -> None:
+    def _queue(self, audio: AgentAudio, now_s: float) -> None:
         utterance_id, queued_ms = self._queued_ms
         if utterance_id != audio.utterance_id:
             queued_ms = 0.0
-        if self._chunker.add(audio) and audio.text:
+        taken = self._chunker.add(audio)
+        if taken:
+            self.stamp("queued", now_s)
+        if taken and audio.text:
             self._captions.append(_Caption(audio.utterance_id, queued_ms, audio.text))
         queued_ms += len(audio.pcm) / 2 * 1000 / audio.sample_rate
         self._queued_ms = (audio.utterance_id, queued_ms)
@@ -143,6 +151,7 @@ class Conversation:
             kind = "user-started-speaking" if speech.speaking else "user-stopped-speaking"
             self._events.emit(kind)
             self._speech_ended_s = None if speech.speaking else now_s
+            self._stamps_s.clear()
         if speech.barge_in:
             latest_id = self._silence(now_s)
             self._to_agent(AgentInterrupt(self._session_id, latest_id))
@@ -178,7 +187,8 @@ class Conversation:
         self._speech_ended_s = None
         if latency_s > MAX_TURN_S:
             return
-        self.turn_stages_ms["voice"] = round(latency_s * 1000, 1)
+        for stage, stamp_s in (*self._stamps_s.items(), ("voice", now_s)):
+            self.turn_stages_ms[stage] = round((stamp_s - now_s + latency_s) * 1000, 1)
         self._counters.observe("turn_latency_ms", latency_s * 1000)
         turn = {"turn_latency_ms": round(latency_s * 1000), "turn": self.turn_stages_ms}
         self._events.emit("metrics", turn)

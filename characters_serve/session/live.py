@@ -262,6 +262,8 @@ class LiveSession:
             log.warning("chunk %d is not the one expected", chunk.chunk_index)
             return
         self._chunk_s = now_s
+        if chunk.utterance_id and chunk.epoch == self._chunker.epoch:
+            self._conversation.stamp("frames", now_s)
         self._counters.count("chunks_total")
         self._counters.count("late_chunks_total", float(late))
         self._counters.observe("step_ms", chunk.step_ms)
@@ -277,7 +279,7 @@ class LiveSession:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            while self._playout.credits > 0:
+            while self._credits() > 0:
                 step = self._chunker.next(
                     passes=self._ladder.passes,
                     listening_energy=self._conversation.listening_energy,
@@ -290,15 +292,20 @@ class LiveSession:
                     time.monotonic(), speaking=step.utterance_id != 0 and not step.last
                 )
                 await self._links.send_step(step)
+                if step.utterance_id:
+                    self._conversation.stamp("step", time.monotonic())
 
     def _pulled(self) -> None:
         """A picture or a packet has just been handed out."""
         now_s = time.monotonic()
         self._conversation.follow(now_s)
-        if self._reporter.new_underruns() and self._playout.speaking:
+        if self._reporter.new_underruns() and self._playout.in_speech:
             self._ladder.underrun(now_s)
-        if self._playout.credits > 0:
+        if self._credits() > 0:
             self._wanted.set()
+
+    def _credits(self) -> int:
+        return self._playout.credits(speech_waits=self._chunker.speech_waits)
 
     # ------------------------------------------------------------ time
 

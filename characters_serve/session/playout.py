@@ -7,9 +7,10 @@ Knows nothing of WebRTC, the engine or real time.
 
 Lag needs no cutting to go away: steps are handed out on credit, so after a late chunk the buffer
 refills to its target and never past it, and a lower target just withholds one credit. While the
-character speaks the buffer is kept full, because a hold would be heard. While it idles, steps are
-handed out as late as the engine's own latency allows, because all that is buffered then delays the
-first word of the next turn.
+character speaks, and as soon as it may, the buffer is kept full, because a hold would be heard.
+While it idles, steps are handed out as late as the engine's own latency allows, because all that is
+handed out then delays the first word of the next turn: a step that has begun cannot be taken back
+without a jump of the picture, one that has not is free to carry speech.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ LOWER_AFTER_S: Final = 60
 AUDIBLE: Final = 328  # 1 % of full scale
 LATENCIES_KEPT: Final = 32  # five seconds
 LATENCIES_NEEDED: Final = 8
-LEAD_MARGIN_S: Final = 0.06
+# An idle hold is one picture shown a little longer. The margin over the engine's usual latency
+# rises with each and falls while there are none.
+USUAL_SHARE: Final = 0.9
+MIN_MARGIN_S: Final = 0.02
+FIRST_MARGIN_S: Final = 0.04
+MARGIN_RISE_S: Final = 0.02
+MARGIN_FALL_PER_S: Final = 0.001
 
 _CUT_FADE: Final = np.linspace(1.0, 0.0, CUT_FADE_SAMPLES, dtype=np.float32)
 _MUTE_FADE: Final = np.zeros(PACKET_SAMPLES, np.float32)
@@ -83,6 +90,7 @@ class Playout:
         self._chunk_s = voice_samples_per_chunk / AUDIO_RATE
         self._sent_s: deque[float] = deque()
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        self._margin_s = FIRST_MARGIN_S
         self._epoch = 0
         self._expected_index = 0
         self._buffer: deque[list[_Slot]] = deque()
@@ -103,21 +111,21 @@ class Playout:
 
     # ------------------------------------------------------------ the engine's side
 
-    @property
-    def credits(self) -> int:
-        """Steps that may be handed to the engine now."""
+    def credits(self, *, speech_waits: bool = False) -> int:
+        """Steps that may be handed to the engine now. speech_waits: the next one would speak."""
         room = self.target - self.in_flight - len(self._buffer)
         if not self.playing:
             return room
-        return min(room, 1 + math.floor(self.lead - self.depth - self.in_flight))
+        lead = float(self.target) if speech_waits else self.lead
+        return min(room, 1 + math.floor(lead - self.depth - self.in_flight))
 
     @property
     def lead(self) -> float:
         """Chunks from the present picture to the end of what is handed out, a step's included."""
         if self.speaking or len(self._latencies_s) < LATENCIES_NEEDED:
             return float(self.target)
-        engine = (max(self._latencies_s) + LEAD_MARGIN_S) / self._chunk_s
-        return min(float(self.target), max(1.0, engine))
+        usual_s = sorted(self._latencies_s)[math.floor(USUAL_SHARE * (len(self._latencies_s) - 1))]
+        return min(float(self.target), (usual_s + self._margin_s) / self._chunk_s)
 
     @property
     def depth(self) -> float:
@@ -133,6 +141,12 @@ class Playout:
     def utterance_id(self) -> int:
         """The utterance that sounds now, or 0."""
         return self._utterance_id
+
+    @property
+    def in_speech(self) -> bool:
+        """Whether a hold after the last slot decided would be heard."""
+        slot = self._last
+        return slot.utterance_id != 0 and not slot.closes and slot.epoch >= self._epoch
 
     @property
     def position_ms(self) -> float:
@@ -252,6 +266,7 @@ class Playout:
                 slot.voice[:CUT_FADE_SAMPLES] = slot.voice[:CUT_FADE_SAMPLES] * fade_in
             self._held_run = 0
             self._last = slot
+            self._margin_s = max(MIN_MARGIN_S, self._margin_s - MARGIN_FALL_PER_S / self._fps)
             if number - self._calm_since_slot >= LOWER_AFTER_S * self._fps:
                 self.target = max(self._base_target, self.target - 1)
                 self._calm_since_slot = number
@@ -268,8 +283,9 @@ class Playout:
         tail = self._last.voice[-CUT_FADE_SAMPLES:]
         tail[:] = tail * _CUT_FADE
         self._calm_since_slot = number
-        if not self.speaking:
-            return  # nothing was heard, and the lead follows the engine's latency by itself
+        if not self.in_speech:
+            self._margin_s = min(self._chunk_s, self._margin_s + MARGIN_RISE_S)
+            return
         self._recent_underruns.append(number)
         while self._recent_underruns[0] < number - RAISE_WINDOW_S * self._fps:
             self._recent_underruns.popleft()

@@ -54,7 +54,7 @@ class Rig:
 
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds * 50)):
-            while self.playout.credits > 0:
+            while self.playout.credits() > 0:
                 step = self.chunker.next(passes=4, listening_energy=self.talk.listening_energy)
                 self.playout.step_sent(
                     self.now_s, speaking=step.utterance_id != 0 and not step.last

@@ -73,7 +73,7 @@ class Loop:
         while True:
             await self.wanted.wait()
             self.wanted.clear()
-            while self.playout.credits > 0:
+            while self.playout.credits() > 0:
                 self.playout.step_sent(time.monotonic(), speaking=False)
                 await asyncio.sleep(self.chunk_delay_s(index))
                 silence = bytes(2 * MODEL.voice_samples_per_chunk)
