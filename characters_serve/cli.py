@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from characters_serve.config import Config, ConfigError, load_config
+from characters_serve import logs
+from characters_serve.config import Config, ConfigError, ServerConfig, load_config
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +28,11 @@ SHUTDOWN_REQUESTS_S = 5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    logging.basicConfig(
-        level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     # It would write a line for each malformed byte that a stranger sends.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     try:
         config = load_config(options.config, options.set)
+        logs.configure(config.server.log_format, level=options.log_level.upper())
         command: Callable[[Config, argparse.Namespace], int] = options.command
         return command(config, options)
     except ConfigError as error:
@@ -61,8 +60,10 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
     import uvicorn
 
     from characters_serve.gateway.app import create_app
+    from characters_serve.gateway.drain import DrainingServer
 
     server_config = config.server
+    check_exposure(server_config)
     try:
         listener = _listen(server_config.host, server_config.port)
     except OSError as error:
@@ -89,7 +90,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
             )
         log.info("browsers give a microphone to https and localhost pages only")
     print(f"Starting {config.model.name}; the page at {url} already loads.", flush=True)
-    server = uvicorn.Server(
+    server = DrainingServer(
         uvicorn.Config(
             app,
             log_config=None,
@@ -98,11 +99,22 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
             server_header=False,
             lifespan="on",
             timeout_graceful_shutdown=SHUTDOWN_REQUESTS_S,
-        )
+        ),
+        app.state.gateway.drain,
     )
     with contextlib.suppress(KeyboardInterrupt):  # passed on once everything has stopped
         server.run(sockets=[listener])
     return 0 if server.started else EXIT_FAILED
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Whoever reaches a server without a key can use its processors and its chat account."""
+    if _is_local(server.host) or server.allow_keyless or os.environ.get(server.api_key_env):
+        return
+    raise ConfigError(
+        f"server.host: {server.host} can be reached from other machines, and {server.api_key_env} "
+        "is not set; set it, listen on 127.0.0.1, or say server.allow_keyless=true"
+    )
 
 
 def render(config: Config, options: argparse.Namespace) -> int:

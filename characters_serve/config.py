@@ -7,11 +7,12 @@ built.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -245,11 +246,24 @@ class ServerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65_535)
     api_key_env: str = Field("CHARACTERS_API_KEY", description="if set, making sessions needs it")
+    allow_keyless: bool = Field(False, description="listen beyond this machine without a key")
     allowed_origins: tuple[str, ...] = ()
+    turn_urls: tuple[str, ...] = Field((), description="relays for browsers that need one")
+    turn_secret_env: str = "CHARACTERS_TURN_SECRET"
     client_secret_ttl_s: Seconds = 120.0
     sessions_per_minute: Positive = Field(60, description="for each client address")
     max_image_bytes: Positive = 10 * 1024 * 1024
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
+    drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")
+    log_format: Literal["text", "json"] = "text"
+
+    @field_validator("turn_urls")
+    @classmethod
+    def _are_turn_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not re.fullmatch(r"turns?:[^\s/]+", url):
+                raise ValueError(f"{url!r} is not like turn:host:3478 or turns:host:5349")
+        return urls
 
 
 class FleetConfig(Frozen):

@@ -116,6 +116,16 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSoon:
+    """The session ends in at most left_s, and its client is told so now. Answered by Done."""
+
+    request_id: int
+    session_id: str
+    reason: str
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     """Ends the session; answered by Done once everything it opened is closed."""
 
@@ -363,6 +373,7 @@ Message = (
     | Answer
     | Interrupt
     | Say
+    | EndSoon
     | CloseSession
     | Done
     | Refused

@@ -17,6 +17,7 @@ from characters_serve.messages import (
     Answer,
     CloseSession,
     Done,
+    EndSoon,
     HostMetrics,
     Interrupt,
     Message,
@@ -123,6 +124,12 @@ class FakeHost:
                     await send(SessionState("0" * 32, "failed", "not yours"))
             case Interrupt(request_id):
                 await send(Done(request_id))
+            case EndSoon(request_id, session_id, reason, left_s):
+                await send(Done(request_id))
+                if self.session is not None and self.session.persona.instructions == "polite":
+                    await asyncio.sleep(left_s / 2)
+                    self.session, self.live = None, False
+                    await send(SessionState(session_id, "ended", reason))
             case CloseSession(request_id, session_id):
                 if self.session is None:
                     await send(Refused(request_id, 404, "no such session"))

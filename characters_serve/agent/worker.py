@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
+from characters_serve import logs
 from characters_serve.config import AgentConfig, Config
 from characters_serve.messages import (
     AgentEnd,
@@ -91,6 +92,7 @@ class Worker:
 
         await self._end()
         self._session_id = start.session_id
+        logs.about_session(start.session_id)
         self._agent = LocalAgent(self._models, self._config, start, self._outgoing.put_nowait)
         self._outgoing.put_nowait(await self._agent.open())
 
@@ -108,7 +110,9 @@ async def serve(group_dir: Path) -> int:
     """Returns the process's exit code."""
     link = AsyncControlLink(group_dir, "agent")
     try:
-        config = Config.model_validate_json((group_dir / "config.json").read_text()).agent
+        everything = Config.model_validate_json((group_dir / "config.json").read_text())
+        logs.configure(everything.server.log_format, process=f"{group_dir.name}/agent")
+        config = everything.agent
         from characters_serve.agent.local import load_models
 
         models = load_models(config)
@@ -130,10 +134,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The local voice agent of one group.")
     parser.add_argument("--group-dir", type=Path, required=True)
     group_dir = parser.parse_args().group_dir
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {group_dir.name}/agent %(name)s: %(message)s",
-    )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # Read by the numeric libraries when they are first imported, hence the late imports above.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import zmq
 
+from characters_serve import logs
 from characters_serve.config import Config
 from characters_serve.processes import ControlLink
 
@@ -41,16 +42,14 @@ def run_child(
 
     Closes every socket of the process; serve must leave the control channel open for a last word.
     """
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s %(levelname)s {group_dir.name}/{name} %(name)s: %(message)s",
-    )
     # Ctrl-C in a terminal reaches every process at once; the parent says when its children leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = ControlLink(group_dir, name)
     link.channel.socket.setsockopt(zmq.LINGER, _LINGER_MS)
     try:
-        serve(read_config(group_dir), group_dir, link)
+        config = read_config(group_dir)
+        logs.configure(config.server.log_format, process=f"{group_dir.name}/{name}")
+        serve(config, group_dir, link)
         return 0
     except Exception as error:
         log.exception("leaving")

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
@@ -165,6 +166,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 started_s = time.perf_counter()
                 decoder.start(message.image_rgb)
                 session_id = message.session_id
+                logs.about_session(session_id)
                 elapsed_ms = (time.perf_counter() - started_s) * 1000
                 link.channel.send(CharacterReady(session_id, link.name, elapsed_ms))
             case EndCharacter():
@@ -172,6 +174,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 session_id = None
                 link.channel.send(CharacterEnded(message.session_id, link.name))
                 log.info("character ended; %d latents of other sessions dropped", dropped)
+                logs.about_session(None)
             case _ if link.answer(message):
                 break
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
@@ -86,6 +87,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 denoiser.start(image_tensor(message.image_rgb, model, device), message.seed)
                 decoder.start(message.image_rgb)
                 session_id = message.session_id
+                logs.about_session(session_id)
                 elapsed_ms = (time.perf_counter() - started_s) * 1000
                 link.channel.send(CharacterReady(session_id, link.name, elapsed_ms))
             case EndCharacter():
@@ -94,6 +96,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 session_id = None
                 link.channel.send(CharacterEnded(message.session_id, link.name))
                 log.info("character ended; %d steps of other sessions dropped", dropped)
+                logs.about_session(None)
             case _ if link.answer(message):
                 break
 

@@ -14,10 +14,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from characters_serve.config import Config
+from characters_serve.fleet.leftovers import FolderHold
 from characters_serve.messages import (
     Answer,
     CloseSession,
     Done,
+    EndSoon,
     Failed,
     HostMetrics,
     Interrupt,
@@ -79,6 +81,7 @@ class Group:
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._gone: str | None = None
         self.folder.mkdir(mode=0o700, parents=True)
+        self._hold = FolderHold(self.folder)
         (self.folder / "config.json").write_text(config.model_dump_json(indent=1))
         self._child = ChildProcess(
             "host",
@@ -152,13 +155,17 @@ class Group:
     async def say(self, session_id: str, text: str) -> None:
         await self._request(Say(next(self._request_ids), session_id, text), COMMAND_TIMEOUT_S)
 
+    async def end_soon(self, session_id: str, reason: str, left_s: float) -> None:
+        request = EndSoon(next(self._request_ids), session_id, reason, left_s)
+        await self._request(request, COMMAND_TIMEOUT_S)
+
     async def close_session(self, session_id: str, reason: str) -> None:
         request = CloseSession(next(self._request_ids), session_id, reason)
         await self._request(request, CLOSE_TIMEOUT_S)
 
     async def _request(
         self,
-        request: OpenSession | Offer | Interrupt | Say | CloseSession,
+        request: OpenSession | Offer | Interrupt | Say | EndSoon | CloseSession,
         timeout_s: float,
     ) -> Message:
         if self._gone is not None:
@@ -209,3 +216,4 @@ class Group:
     def _end(self, reason: str) -> None:
         self._give_up(reason)
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._hold.release()

@@ -18,6 +18,7 @@ from pathlib import Path
 from characters_serve.channels import endpoint
 from characters_serve.config import Config, ConfigError
 from characters_serve.fleet.group import HOST_MODULE, Group, GroupGone, RequestRefused
+from characters_serve.fleet.leftovers import RUN_PREFIX, FolderHold, sweep
 from characters_serve.fleet.pool import Lease, Pool
 from characters_serve.messages import HostMetrics, SessionState
 from characters_serve.processes import ChildFailed
@@ -76,14 +77,18 @@ class LocalFleet:
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self._run_dir: Path | None = None
+        self._hold: FolderHold | None = None
         if config.server.run_dir is not None:
             _check_socket_room(Path(config.server.run_dir))
 
     def start(self) -> None:
         """Begins to start the groups; the pool tells when they are ready."""
         wanted = self._config.server.run_dir
-        self._run_dir = Path(wanted or tempfile.mkdtemp(prefix="characters-")).resolve()
+        sweep(Path(wanted).resolve() if wanted else None)
+        self._run_dir = Path(wanted or tempfile.mkdtemp(prefix=RUN_PREFIX)).resolve()
         self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not wanted:
+            self._hold = FolderHold(self._run_dir)
         for index in range(self._config.fleet.groups):
             group_id = f"g{index}-{secrets.token_hex(3)}"
             self.pool.add(group_id)
@@ -100,6 +105,8 @@ class LocalFleet:
         self._groups.clear()
         if self._run_dir is not None and self._config.server.run_dir is None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
+        if self._hold is not None:
+            self._hold.release()
 
     # ------------------------------------------------------------ leases
 

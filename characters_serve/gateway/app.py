@@ -39,7 +39,7 @@ from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
 from characters_serve.gateway.limits import address_key, read_body
 from characters_serve.gateway.problems import Problem, answer_problem, busy
-from characters_serve.gateway.service import Gateway
+from characters_serve.gateway.service import LEAVING, Gateway
 from characters_serve.gateway.sessions import (
     NoGroupFree,
     Session,
@@ -71,8 +71,8 @@ def create_app(
             yield
         finally:
             gateway.fleet.pool.drain()
-            await gateway.sessions.stop("the server is shutting down")
-            await gateway.fleet.stop("the server is shutting down")
+            await gateway.sessions.stop(LEAVING)
+            await gateway.fleet.stop(LEAVING)
             gateway.decoder.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -102,15 +102,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         except NoGroupFree:
             gateway.metrics.sessions_refused.labels("full").inc()
             raise busy(503, "every character is in a conversation; try again soon", 5) from None
-        secret = gateway.authority.issue(
-            session.session_id,
-            time.time(),
-            session.max_duration_s + config.server.client_secret_ttl_s,
-        )
+        lifetime_s = session.max_duration_s + config.server.client_secret_ttl_s
+        secret = gateway.authority.issue(session.session_id, time.time(), lifetime_s)
         answer = {
             **_describe(session),
             "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
-            "ice_servers": [],
+            "ice_servers": gateway.turn.ice_servers(time.time(), lifetime_s),
             "idle_timeout_s": config.session.idle_timeout_s,
             "video": {
                 "width": config.model.width,

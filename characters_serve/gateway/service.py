@@ -6,6 +6,7 @@ Holds the one fleet, session manager and registry of an app. Knows no HTTP but i
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -24,10 +25,14 @@ from characters_serve.gateway.characters import (
 from characters_serve.gateway.images import ImageError, load_reference
 from characters_serve.gateway.limits import RateLimiter
 from characters_serve.gateway.problems import Problem, busy
-from characters_serve.gateway.sessions import Session, SessionRequest, Sessions
+from characters_serve.gateway.sessions import OVER, Session, SessionRequest, Sessions
+from characters_serve.gateway.turn import Turn
 from characters_serve.messages import HostMetrics
 from characters_serve.metrics import Metrics
 
+log = logging.getLogger(__name__)
+
+LEAVING = "the server is shutting down"
 OFFERS_PER_MINUTE = 30
 MAX_WAITING_IMAGES = 8
 
@@ -40,6 +45,7 @@ class Gateway:
     ) -> None:
         self.config = config
         self.authority = Authority.from_config(config.server)
+        self.turn = Turn.from_config(config.server)
         self.origins = Origins(config.server, self.authority.key_required)
         self.characters = load_characters()
         self.creations = RateLimiter(config.server.sessions_per_minute)
@@ -69,6 +75,20 @@ class Gateway:
 
     def _host_metrics(self, group_id: str, report: HostMetrics) -> None:
         self.metrics.absorb(group_id, report)
+
+    async def drain(self) -> None:
+        """Not ready and no new session from now on; returns when those that live are over."""
+        self.fleet.pool.drain()
+        within_s = self.config.server.drain_s
+        counts = self.sessions.counts()
+        living = sum(n for state, n in counts.items() if state not in OVER)
+        if living:
+            log.warning(
+                "leaving: %d sessions may go on for %g s; a second signal ends them now",
+                living,
+                within_s,
+            )
+            await self.sessions.drain(LEAVING, within_s)
 
     def check_capacity(self) -> None:
         """Turns a request away before its picture is decoded; `create` is what counts."""

@@ -12,12 +12,13 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from characters_serve.config import SessionConfig
 from characters_serve.fleet.group import GroupGone, RequestRefused
 from characters_serve.fleet.local import LeaseLost, LocalFleet
 from characters_serve.fleet.pool import Lease
+from characters_serve.logs import shown
 from characters_serve.messages import Persona, SessionState
 from characters_serve.metrics import Metrics
 
@@ -34,6 +35,7 @@ HOST_SLACK_S = 10.0
 # A visitor who ends one session and starts the next should not be told "busy" in between.
 RESET_WAIT_S = 5.0
 SWEEP_INTERVAL_S = 1.0
+DRAIN_POLL_S = 0.1
 
 
 class NoGroupFree(RuntimeError):
@@ -88,6 +90,12 @@ def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None
     return None
 
 
+def _about(session: Session) -> dict[str, Any]:
+    lease = session.lease
+    about = {"session": shown(session.session_id), "group": lease.group_id}
+    return {**about, "lease_epoch": lease.epoch}
+
+
 class Sessions:
     def __init__(
         self,
@@ -115,6 +123,14 @@ class Sessions:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+
+    async def drain(self, reason: str, within_s: float) -> None:
+        """Tells every session that it ends; returns when none is left or the time is up."""
+        deadline_s = self._clock() + within_s
+        for session in self._open_sessions():
+            self._spawn(self._end_soon(session, reason, deadline_s))
+        while self._open_sessions() and self._clock() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
 
     # ------------------------------------------------------------ asked by users
 
@@ -190,6 +206,24 @@ class Sessions:
 
     # ------------------------------------------------------------ within
 
+    def _open_sessions(self) -> list[Session]:
+        return [session for session in self._sessions.values() if not session.over]
+
+    async def _end_soon(self, session: Session, reason: str, deadline_s: float) -> None:
+        await session.opened.wait()
+        left_s = max(0.0, deadline_s - self._clock())
+        try:
+            if not session.over:
+                group = self._fleet.group(session.lease)
+                await group.end_soon(session.session_id, reason, left_s)
+        except (RequestRefused, GroupGone, LeaseLost) as error:
+            log.info(
+                "session %s was not told that it ends: %s",
+                shown(session.session_id),
+                error,
+                extra=_about(session),
+            )
+
     def _held(self, lease: Lease) -> Session | None:
         session = self._sessions.get(lease.session_id)
         return session if session is not None and session.lease == lease else None
@@ -220,7 +254,13 @@ class Sessions:
         if session.over:
             return
         if state != session.state:
-            log.info("session %s: %s -> %s", session.session_id[:8], session.state, state)
+            log.info(
+                "session %s: %s -> %s",
+                shown(session.session_id),
+                session.state,
+                state,
+                extra=_about(session),
+            )
             session.changed_s = self._clock()
         session.state = state
         session.reason = reason

@@ -15,8 +15,9 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from characters_serve import logs
 from characters_serve.config import Config
 from characters_serve.messages import (
     AgentAudio,
@@ -25,6 +26,7 @@ from characters_serve.messages import (
     Answer,
     CloseSession,
     Done,
+    EndSoon,
     Interrupt,
     Message,
     Offer,
@@ -53,6 +55,7 @@ GOODBYE_S = 0.05
 # Sockets do not linger: the last message needs a moment before the process is gone.
 LAST_WORD_S = 0.1
 
+Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon
 State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
 
 
@@ -115,6 +118,13 @@ class Host:
         await asyncio.gather(receive, *background, *self._tasks, return_exceptions=True)
         return code
 
+    def about(self) -> dict[str, Any]:
+        """What a line of this process's log is about."""
+        if self._session_id is None:
+            return {}
+        epoch = self._session.epoch if self._session is not None else 0
+        return {"session": logs.shown(self._session_id), "epoch": epoch}
+
     async def _warm_up(self) -> dict[str, str]:
         """The self-test's findings for Ready's details; a child that dies in it ends it."""
         test = asyncio.create_task(
@@ -140,12 +150,12 @@ class Host:
                 return
             match message:
                 # Opening waits for models and closing for peers; neither may delay a ping.
-                case OpenSession() | CloseSession() | Offer() | Interrupt() | Say():
+                case OpenSession() | CloseSession() | Offer() | Interrupt() | Say() | EndSoon():
                     task = asyncio.create_task(self._serve(message))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, request: OpenSession | CloseSession | Offer | Interrupt | Say) -> None:
+    async def _serve(self, request: Request) -> None:
         try:
             answer = await self._handle(request)
         except Exception as error:
@@ -154,9 +164,7 @@ class Host:
             self._fault(f"{type(request).__name__}: {error}")
         self._outbox.put_nowait(answer)
 
-    async def _handle(
-        self, request: OpenSession | CloseSession | Offer | Interrupt | Say
-    ) -> Done | Refused | Answer:
+    async def _handle(self, request: Request) -> Done | Refused | Answer:
         number = request.request_id
         if isinstance(request, OpenSession):
             return await self._open(request)
@@ -181,6 +189,8 @@ class Host:
                 session.interrupt()
             case Say():
                 session.say(request.text)
+            case EndSoon():
+                session.end_within(request.reason, request.left_s)
             case CloseSession():
                 await self._close_session(request.reason, "ended")
         return Done(number)
@@ -302,19 +312,19 @@ async def _main(config: Config, group_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     # The parent decides when a group ends; a terminal's Ctrl-C reaches it too.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    return await Host(config, group_dir).run()
+    host = Host(config, group_dir)
+    logs.about(host.about)
+    return await host.run()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The session host of one group.")
     parser.add_argument("--group-dir", type=Path, required=True)
     options = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     # It names addresses of clients.
     logging.getLogger("aioice").setLevel(logging.WARNING)
     config = Config.model_validate_json((options.group_dir / "config.json").read_text())
+    logs.configure(config.server.log_format, process=f"{options.group_dir.name}/host")
     return asyncio.run(_main(config, options.group_dir))
 
 

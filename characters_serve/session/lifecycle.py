@@ -54,6 +54,7 @@ class Lifecycle:
         self._last_beat_s: float | None = None
         self._has_peer = False
         self._noticed: set[str] = set()
+        self._ends: tuple[float, str] | None = None
 
     def connected(self, now_s: float) -> list[Verdict]:
         self._has_peer = True
@@ -83,7 +84,14 @@ class Lifecycle:
             self._last_activity_s = now_s
             self._noticed.discard("idle timeout")
 
+    def end_within(self, now_s: float, reason: str, left_s: float) -> list[Verdict]:
+        """The server leaves: whatever else would end the session later does not matter now."""
+        self._ends = (now_s + left_s, reason)
+        return [EndingSoon(reason, left_s * 1000)]
+
     def tick(self, now_s: float) -> list[Verdict]:
+        if self._ends is not None and now_s >= self._ends[0]:
+            return [Over(self._ends[1])]
         limits, waited_s = self._limits, now_s - self._waiting_since_s
         if self.state == "ready" and waited_s > limits.connect_timeout_s:
             return [Over("no client connected in time")]

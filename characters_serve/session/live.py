@@ -129,6 +129,11 @@ class LiveSession:
         ]
         self._peer_closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def epoch(self) -> int:
+        """How often the character has been interrupted."""
+        return self._chunker.epoch
+
     # ------------------------------------------------------------ the client's connection
 
     async def offer(self, sdp: str, takeover: bool) -> str:
@@ -245,6 +250,9 @@ class LiveSession:
 
     def say(self, text: str) -> None:
         self._conversation.say(text, time.monotonic())
+
+    def end_within(self, reason: str, left_s: float) -> None:
+        self._apply(self._lifecycle.end_within(time.monotonic(), reason, left_s))
 
     # ------------------------------------------------------------ the engine
 

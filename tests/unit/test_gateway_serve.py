@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from aiortc.mediastreams import AudioStreamTrack
 from av import VideoFrame
 
 from characters_serve import cli
+from characters_serve.config import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,14 +83,19 @@ def left_over(run_dir: Path) -> list[str]:
     return [path.name for path in run_dir.glob("g*")]
 
 
-async def connect(http: httpx.AsyncClient) -> tuple[dict[str, Any], RTCPeerConnection]:
+async def connect(
+    http: httpx.AsyncClient, heard: list[dict[str, Any]] | None = None
+) -> tuple[dict[str, Any], RTCPeerConnection]:
+    """heard: where the data of the server's events goes."""
     created = await http.post("/v1/sessions", json={"character": "mira"})
     assert created.status_code == 201, created.text
     session = created.json()
     peer = RTCPeerConnection()
     peer.addTrack(AudioStreamTrack())
     peer.addTransceiver("video", direction="recvonly")
-    peer.createDataChannel("events")
+    events = peer.createDataChannel("events")
+    if heard is not None:
+        events.on("message", lambda text: heard.append(json.loads(text).get("data") or {}))
     peer.createDataChannel("probe", ordered=False, maxRetransmits=0)
     await peer.setLocalDescription(await peer.createOffer())
     answer = await http.post(
@@ -173,6 +181,65 @@ async def test_ctrl_c_ends_everything(tmp_path: Path, ready: bool) -> None:
     assert left_over(tmp_path) == [] and not any(child.is_running() for child in children)
 
 
+async def test_sigterm_lets_the_conversation_finish_and_admits_no_other(tmp_path: Path) -> None:
+    async with (
+        server(tmp_path, "server.drain_s=4") as running,
+        httpx.AsyncClient(base_url=running.url) as http,
+    ):
+        heard: list[dict[str, Any]] = []
+        session, peer = await connect(http, heard)
+        video = next(t.receiver.track for t in peer.getTransceivers() if t.kind == "video")
+        await reach(http, session, "live")
+        running.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(2):
+            while (ready := await http.get("/healthz/ready")).status_code != 503:
+                await asyncio.sleep(0.02)
+        assert ready.json()["status"] == "draining"
+        refused = await http.post("/v1/sessions", json={"character": "mira"})
+        assert refused.status_code == 503 and "shutting down" in refused.json()["detail"]
+        async with asyncio.timeout(2):
+            while not any(data.get("kind") == "session-ending" for data in heard):
+                await asyncio.sleep(0.02)
+        notice = next(data for data in heard if data.get("kind") == "session-ending")
+        assert notice["reason"] == "the server is shutting down" and 1000 < notice["in_ms"] <= 4000
+        for _ in range(24):
+            await video.recv()
+        answer = await http.get(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        assert answer.json()["status"] in ("live", "reconnecting"), "it goes on while it may"
+        assert await running.ended() in (0, -signal.SIGTERM)
+        await peer.close()
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_now(tmp_path: Path, how: signal.Signals) -> None:
+    async with (
+        server(tmp_path, "server.drain_s=60") as running,
+        httpx.AsyncClient(base_url=running.url) as http,
+    ):
+        session, peer = await connect(http)
+        await reach(http, session, "live")
+        running.process.send_signal(how)
+        await asyncio.sleep(0.5)
+        assert (await http.get("/healthz/live")).status_code == 200
+        running.process.send_signal(how)
+        async with asyncio.timeout(15):
+            assert await running.ended() in (0, -signal.SIGTERM)
+        await peer.close()
+    assert left_over(tmp_path) == []
+
+
+async def test_a_killed_servers_folders_go_when_the_next_one_starts(tmp_path: Path) -> None:
+    async with server(tmp_path) as running:
+        running.process.kill()
+        await running.ended()
+    (dead,) = left_over(tmp_path)
+    long_ago_s = time.time() - 60
+    os.utime(tmp_path / dead, (long_ago_s, long_ago_s))
+    async with server(tmp_path):
+        assert dead not in left_over(tmp_path) and len(left_over(tmp_path)) == 1
+
+
 async def test_when_the_server_is_killed_nothing_survives_it(tmp_path: Path) -> None:
     async with server(tmp_path) as running:
         children = running.descendants()
@@ -187,6 +254,25 @@ async def test_when_the_server_is_killed_nothing_survives_it(tmp_path: Path) -> 
 def test_a_mistake_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--set", "server.prot=1"]) == cli.EXIT_CONFIG
     assert capsys.readouterr().err == "characters: server.prot: there is no such setting\n"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
+def test_no_key_no_strangers(
+    host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CHARACTERS_API_KEY", raising=False)
+    assert cli.main(["serve", "--set", f"server.host='{host}'"]) == cli.EXIT_CONFIG
+    said = capsys.readouterr().err
+    assert said.startswith(f"characters: server.host: {host} can be reached")
+    assert "CHARACTERS_API_KEY is not set" in said and "server.allow_keyless=true" in said
+
+
+def test_a_key_or_a_plain_word_opens_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHARACTERS_API_KEY", raising=False)
+    cli.check_exposure(ServerConfig())
+    cli.check_exposure(ServerConfig(host="0.0.0.0", allow_keyless=True))
+    monkeypatch.setenv("CHARACTERS_API_KEY", "k")
+    cli.check_exposure(ServerConfig(host="0.0.0.0"))
 
 
 async def test_a_taken_port_is_named() -> None:
