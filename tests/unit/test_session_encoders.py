@@ -1,18 +1,33 @@
-"""Encoders at rates of our own, and the microphone's short jitter buffer."""
+"""Encoders at rates of our own, what a sender repeats, and the microphone's short jitter buffer."""
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
 import av
 import numpy as np
 import pytest
-from aiortc import RTCPeerConnection
-from aiortc.rtp import RtpPacket
+from aiortc import RTCPeerConnection, RTCRtpCodecParameters
+from aiortc.mediastreams import VideoStreamTrack
+from aiortc.rtp import (
+    RTCP_RTPFB_NACK,
+    RtcpReceiverInfo,
+    RtcpRrPacket,
+    RtcpRtpfbPacket,
+    RtpPacket,
+)
 
+from characters_serve.session.clock import MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.rtcp_clock import shorten_jitter_buffer
+from characters_serve.session.rate import RateBounds, RateControl
+from characters_serve.session.rtcp_clock import (
+    HISTORY_PACKETS,
+    adopt_sender,
+    shorten_jitter_buffer,
+)
 
 
 def picture(slot: int) -> av.VideoFrame:
@@ -81,3 +96,73 @@ async def test_a_lost_packet_costs_the_microphone_40_ms_not_280() -> None:
     assert max(waits[:40]) == 1 and max(waits[-40:]) <= 4
     assert len(released) >= 90
     await pc.close()
+
+
+class VideoSender:
+    """A video sender of a peer connection that is connected to nothing; keeps what it sends."""
+
+    def __init__(self) -> None:
+        self.pc = RTCPeerConnection()
+        self.rate = RateControl(RateBounds(1200, 300, 3000))
+        self.sender: Any = adopt_sender(
+            self.pc.addTrack(VideoStreamTrack()),
+            media_clock=MediaClock(0.0, 0.0, 24),
+            rate=self.rate,
+            voice_kbps=48,
+            executor=ThreadPoolExecutor(1),
+        )
+        self.sent: list[bytes] = []
+
+        async def send(data: bytes) -> None:
+            self.sent.append(data)
+
+        transport: Any = self.sender.transport
+        transport._send_rtp = send
+
+    async def send(self, count: int) -> None:
+        codec = RTCRtpCodecParameters(mimeType="video/VP8", clockRate=90_000, payloadType=97)
+        await self.sender._send_payloads(codec, [bytes(1200)] * count, 0)
+
+    async def asked_for(self, numbers: list[int]) -> int:
+        """How many packets are repeated."""
+        before = len(self.sent)
+        nack = RtcpRtpfbPacket(
+            fmt=RTCP_RTPFB_NACK, ssrc=1, media_ssrc=self.sender._ssrc, lost=numbers
+        )
+        await self.sender._handle_rtcp_packet(nack)
+        return len(self.sent) - before
+
+
+async def test_repeats_are_few_and_what_is_refused_becomes_a_keyframe() -> None:
+    video = VideoSender()
+    first = video.sender._sequence_number
+    numbers = [(first + n) % 65_536 for n in range(100)]
+    await video.send(100)
+    assert await video.asked_for(numbers[:5]) == 5
+    assert await video.asked_for(numbers[:5]) == 0  # they are on their way
+    assert not video.sender._keyframe_wanted
+    assert await video.asked_for(numbers[5:]) <= 17
+    assert video.sender._keyframe_wanted
+    video.sender._keyframe_wanted = False
+    video.sender._history[numbers[99] % HISTORY_PACKETS].sent_s -= 1.5
+    assert await video.asked_for([numbers[99]]) == 0
+    assert video.sender._keyframe_wanted
+    await video.pc.close()
+
+
+async def test_a_report_that_comes_after_the_next_one_was_sent_has_a_round_trip() -> None:
+    video = VideoSender()
+    now_s = time.monotonic()
+    video.sender._reports_s.update({1000: now_s - 1.5, 2000: now_s - 0.5})
+    about = RtcpReceiverInfo(
+        ssrc=video.sender._ssrc,
+        fraction_lost=0,
+        packets_lost=0,
+        highest_sequence=10,
+        jitter=0,
+        lsr=1000,
+        dlsr=65536,
+    )
+    await video.sender._handle_rtcp_packet(RtcpRrPacket(ssrc=1, reports=[about]))
+    assert video.rate.rtt_s == pytest.approx(0.5, abs=0.05)
+    await video.pc.close()
