@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from characters_serve.agent.pocketsphinx_ears import PocketsphinxEars
@@ -21,10 +24,11 @@ log = logging.getLogger(__name__)
 class Ears(Protocol):
     """One turn after another: begin, feed while the user speaks, pause at a gap, finish.
 
-    All PCM is 16 kHz int16. Called from one thread.
+    All PCM is 16 kHz int16. Called from one thread, which yields the cores by `niceness`.
     """
 
     description: str
+    niceness: int
 
     def begin(self) -> None: ...
 
@@ -39,6 +43,14 @@ class Ears(Protocol):
     def finish(self) -> str: ...
 
 
+def yield_cores(niceness: int) -> None:
+    """Makes the calling thread nicer than its process."""
+    if niceness and sys.platform == "linux":
+        thread = threading.get_native_id()
+        now = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, now + niceness)
+
+
 def load_ears(config: AgentConfig) -> Ears:
     """Raises when `whisper` is asked for by name and cannot be had; `auto` says what it took."""
     if config.recogniser == "pocketsphinx":
@@ -46,7 +58,11 @@ def load_ears(config: AgentConfig) -> Ears:
     installed = importlib.util.find_spec("faster_whisper") is not None
     model = find_model(config.whisper_model, os.environ) if installed else None
     if model is not None:
-        return WhisperEars(model)
+        # Its own worker threads are as nice as the one that makes them.
+        with ThreadPoolExecutor(
+            1, initializer=yield_cores, initargs=(WhisperEars.niceness,)
+        ) as nice_thread:
+            return nice_thread.submit(WhisperEars, model).result()
     if not installed:
         missing = "faster-whisper is not installed"
     else:

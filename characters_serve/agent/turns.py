@@ -47,10 +47,15 @@ class TurnDetector:
         self.paused = False
         self.speech_s = 0.0
         self.silence_s = 0.0
+        self._end_silence_s = rules.end_silence_s
         self._run_s = 0.0
         self._loud_s = 0.0
         self._turn_s = 0.0
         self._barged_in = False
+
+    def end_after(self, silence_s: float) -> None:
+        """What was said tells how long the present silence must last to end the turn."""
+        self._end_silence_s = silence_s
 
     def step(self, probability: float, character_speaking: bool) -> list[TurnEvent]:
         rules = self._rules
@@ -88,6 +93,7 @@ class TurnDetector:
         self.paused = False
         self.speech_s = self._turn_s = self._run_s
         self.silence_s = 0.0
+        self._end_silence_s = self._rules.end_silence_s
         return [TurnEvent.STARTED]
 
     def _inside(self, probability: float, start: float) -> list[TurnEvent]:
@@ -98,6 +104,7 @@ class TurnDetector:
         if voiced:
             self.speech_s += rules.window_s
             self.silence_s = 0.0
+            self._end_silence_s = rules.end_silence_s
             if self._turn_s >= rules.max_turn_s:
                 return [self._end()]
             if self.paused:
@@ -105,7 +112,7 @@ class TurnDetector:
                 return [TurnEvent.RESUMED]
             return []
         self.silence_s += rules.window_s
-        if self.silence_s >= rules.end_silence_s - 1e-9:
+        if self.silence_s >= self._end_silence_s - 1e-9:
             return [self._end()]
         if not self.paused and self.silence_s >= rules.pause_s - 1e-9:
             self.paused = True

@@ -32,6 +32,8 @@ class WhisperEars:
     """
 
     description = "whisper, on this machine"
+    # One turn takes a core for 150-600 ms, which frames must not wait for.
+    niceness = 5
 
     def __init__(self, model: Path) -> None:
         from faster_whisper import WhisperModel

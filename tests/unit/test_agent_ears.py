@@ -65,6 +65,33 @@ def test_a_turn_that_was_left_open_does_not_reach_the_next(ears: PocketsphinxEar
     assert listen(ears, "What is your name?") == "what is your name"
 
 
+def test_the_words_are_there_at_the_first_pause(ears: PocketsphinxEars) -> None:
+    ears.begin()
+    ears.feed(question_pcm("What is your name?", 16_000) + bytes(6400))
+    assert normalise(ears.pause()) == "what is your name"
+    assert not ears._decoding, "nothing is left to be done"
+    assert normalise(ears.finish()) == "what is your name"
+
+
+def test_who_goes_on_after_a_pause_is_heard_from_the_beginning(ears: PocketsphinxEars) -> None:
+    ears.begin()
+    for text in ("My sister", "has a new car."):
+        ears.feed(bytes(6400) + question_pcm(text, 16_000) + bytes(6400))
+        ears.pause()
+    heard = normalise(ears.finish())
+    assert heard.startswith("my sister")
+    assert heard.endswith("new car")
+
+
+def test_a_long_turn_is_decoded_once(ears: PocketsphinxEars) -> None:
+    ears.begin()
+    ears.feed(bytes(6 * 32_000))
+    ears.feed(question_pcm("What is your name?", 16_000) + bytes(6400))
+    assert "name" in ears.pause()
+    assert ears._decoding
+    assert "name" in ears.finish()
+
+
 def test_silence_is_no_word(ears: PocketsphinxEars) -> None:
     ears.begin()
     ears.feed(bytes(32_000))

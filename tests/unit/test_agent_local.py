@@ -119,7 +119,8 @@ async def test_a_spoken_question_gets_a_spoken_answer(models: LocalModels) -> No
         timing = next(e for e in s.events if isinstance(e, TurnTiming))
         stages = timing.stages_ms
         assert list(stages) == ["end_of_turn", "transcript", "reply", "first_audio"]
-        assert 480 <= stages["end_of_turn"] <= 560
+        # 0.3 s, because the question is complete; or 0.5 where its words came late.
+        assert 300 <= stages["end_of_turn"] <= 560
         assert list(stages.values()) == sorted(stages.values())
         # 555-650 ms on two shared cores; the limit leaves room for a crowded machine.
         assert stages["first_audio"] < 2000

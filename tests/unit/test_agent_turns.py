@@ -97,6 +97,33 @@ def test_a_turn_without_an_end_is_ended() -> None:
     assert TurnEvent.ENDED in [event for _, event in events]
 
 
+def test_words_shorten_or_lengthen_one_silence_and_no_other() -> None:
+    for silence_s in (0.3, 0.9):
+        detector = TurnDetector(RULES)
+        ends: list[float] = []
+        for _ in range(2):
+            for probability in windows(0.5, 0.9) + windows(0.288, 0.05) + windows(0.5, 0.9):
+                assert TurnEvent.ENDED not in detector.step(probability, False)
+                if detector.paused:
+                    detector.end_after(silence_s)
+            count = 0
+            while detector.in_turn:
+                count += 1
+                if TurnEvent.PAUSED in detector.step(0.05, False) and not ends:
+                    detector.end_after(silence_s)
+            ends.append(count * WINDOW_S)
+        assert abs(ends[0] - silence_s) <= WINDOW_S
+        assert abs(ends[1] - RULES.end_silence_s) <= WINDOW_S, "the next turn is as any other"
+
+
+def test_words_that_come_late_end_the_turn_at_the_next_window() -> None:
+    detector = TurnDetector(RULES)
+    for probability in windows(0.5, 0.9) + windows(0.416, 0.05):
+        detector.step(probability, False)
+    detector.end_after(0.3)
+    assert detector.step(0.05, False) == [TurnEvent.ENDED]
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))
 def test_events_always_alternate(steps: list[tuple[float, bool]]) -> None:
     detector = TurnDetector(RULES)
