@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 CHARACTER_TIMEOUT_S: Final = 50.0
 AGENT_TIMEOUT_S: Final = 20.0
 END_TIMEOUT_S: Final = 8.0
-# At nice 10 it got a twentieth of a core beside two busy loops, and finished no turn; at 5 the 60 ms
-# of work at a turn's end took 320 beside a browser. What works for longer has threads yet nicer.
+# At nice 10 it got a twentieth of a core beside two busy loops, and finished no turn; at 5 the
+# 60 ms of work at a turn's end took 320 beside a browser. Its long work is in nicer threads.
 AGENT_NICE: Final = 2
 # Ten seconds of microphone: an agent that hangs must not fill the memory.
 MAX_AGENT_BACKLOG: Final = 500
