@@ -61,6 +61,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
 
     from characters_serve.gateway.app import create_app
     from characters_serve.gateway.drain import DrainingServer
+    from characters_serve.gateway.external import MAX_FRAME_BYTES
 
     server_config = config.server
     check_exposure(server_config)
@@ -99,6 +100,11 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
             server_header=False,
             lifespan="on",
             timeout_graceful_shutdown=SHUTDOWN_REQUESTS_S,
+            ws_max_size=MAX_FRAME_BYTES,
+            # 256 KB of compressed frames, read at once, can be 256 MB of sound.
+            ws_per_message_deflate=False,
+            # A voice agent that is held back answers pings only once its sound is read.
+            ws_ping_timeout=None,
         ),
         app.state.gateway.drain,
     )

@@ -233,7 +233,7 @@ class ChatConfig(Frozen):
 
 
 class AgentConfig(Frozen):
-    kind: Literal["local", "none"] = "local"
+    kind: Literal["local", "external", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
     chat: ChatConfig = ChatConfig()

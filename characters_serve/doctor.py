@@ -141,8 +141,8 @@ def _espeak() -> str:
 
 def _listener(agent: AgentConfig) -> Finding:
     subject = "speech recognition"
-    if agent.kind == "none":
-        return Finding(subject, "off (agent.kind is none)")
+    if agent.kind != "local":
+        return Finding(subject, f"off (agent.kind is {agent.kind})")
     from characters_serve.agent.whisper_ears import MODEL_ENV, find_model
 
     missing = ""

@@ -135,6 +135,54 @@ class CloseSession:
 
 
 @dataclass(frozen=True, slots=True)
+class ExternalOpen:
+    """An external voice agent's socket. Answered by Done or Refused; request_id then names it."""
+
+    request_id: int
+    session_id: str
+    takeover: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalInput:
+    """Gateway to host: one frame that the socket sent; text is empty when it was binary."""
+
+    session_id: str
+    socket_id: int
+    text: str
+    pcm: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalRoom:
+    """Host to gateway: that many bytes of the socket's input are taken, so as many may follow."""
+
+    session_id: str
+    socket_id: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalOutput:
+    """Host to gateway: one frame for the socket; text is empty when it is binary."""
+
+    session_id: str
+    socket_id: int
+    text: str
+    pcm: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalClose:
+    """Either way: the socket is gone, or must be closed with this WebSocket code."""
+
+    session_id: str
+    socket_id: int
+    code: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     request_id: int
 
@@ -360,6 +408,29 @@ class AgentError:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class AgentClear:
+    """Agent to host: stop the voice and drop all that was sent."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentMark:
+    """Agent to host: answer with MarkReached once that place of the utterance has played."""
+
+    session_id: str
+    utterance_id: int
+    position_ms: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkReached:
+    session_id: str
+    name: str
+
+
 Message = (
     Ready
     | Warming
@@ -375,6 +446,11 @@ Message = (
     | Say
     | EndSoon
     | CloseSession
+    | ExternalOpen
+    | ExternalInput
+    | ExternalRoom
+    | ExternalOutput
+    | ExternalClose
     | Done
     | Refused
     | SessionState
@@ -399,6 +475,9 @@ Message = (
     | UserText
     | TurnTiming
     | AgentError
+    | AgentClear
+    | AgentMark
+    | MarkReached
 )
 
 _TYPES: dict[bytes, type] = {kind.__name__.encode(): kind for kind in Message.__args__}

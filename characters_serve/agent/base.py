@@ -1,6 +1,6 @@
 """In: microphone PCM, playout reports. Out: agent speech, transcripts, states. Knows no transport.
 
-What every agent is: `local.py` today, a realtime API or an external program behind the same calls.
+What every agent is: `local.py`, an external program (`external.py`), or a realtime API.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Protocol
 
 from characters_serve.messages import (
     AgentAudio,
+    AgentClear,
     AgentError,
+    AgentMark,
     AgentStarted,
     Playback,
     Transcript,
@@ -18,7 +20,7 @@ from characters_serve.messages import (
     UserSpeech,
 )
 
-AgentEvent = UserSpeech | AgentAudio | Transcript | TurnTiming | AgentError
+AgentEvent = UserSpeech | AgentAudio | Transcript | TurnTiming | AgentError | AgentClear | AgentMark
 
 Emit = Callable[[AgentEvent], None]
 """Takes an event at once and in order; it must not block and must not call the agent back."""

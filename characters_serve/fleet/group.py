@@ -20,6 +20,11 @@ from characters_serve.messages import (
     CloseSession,
     Done,
     EndSoon,
+    ExternalClose,
+    ExternalInput,
+    ExternalOpen,
+    ExternalOutput,
+    ExternalRoom,
     Failed,
     HostMetrics,
     Interrupt,
@@ -42,6 +47,9 @@ OPEN_SHARE = 0.9
 OFFER_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 10.0
 COMMAND_TIMEOUT_S = 5.0
+
+
+FromHost = ExternalRoom | ExternalOutput | ExternalClose
 
 
 class RequestRefused(RuntimeError):
@@ -79,6 +87,7 @@ class Group:
         self._on_warming = on_warming
         self._request_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._sockets: dict[int, tuple[str, Callable[[FromHost], None]]] = {}
         self._gone: str | None = None
         self.folder.mkdir(mode=0o700, parents=True)
         self._hold = FolderHold(self.folder)
@@ -163,9 +172,29 @@ class Group:
         request = CloseSession(next(self._request_ids), session_id, reason)
         await self._request(request, CLOSE_TIMEOUT_S)
 
+    async def open_external(
+        self, session_id: str, takeover: bool, receive: Callable[[FromHost], None]
+    ) -> int:
+        """A voice agent's socket, by the number returned; `receive` may be called before that."""
+        socket_id = next(self._request_ids)
+        self._sockets[socket_id] = (session_id, receive)
+        try:
+            await self._request(ExternalOpen(socket_id, session_id, takeover), COMMAND_TIMEOUT_S)
+        except BaseException:
+            del self._sockets[socket_id]
+            raise
+        return socket_id
+
+    async def send_external(self, frame: ExternalInput) -> None:
+        await self._child.send(frame)
+
+    async def close_external(self, session_id: str, socket_id: int) -> None:
+        if self._sockets.pop(socket_id, None) is not None and self._gone is None:
+            await self._child.send(ExternalClose(session_id, socket_id, 1000, ""))
+
     async def _request(
         self,
-        request: OpenSession | Offer | Interrupt | Say | EndSoon | CloseSession,
+        request: OpenSession | Offer | Interrupt | Say | EndSoon | CloseSession | ExternalOpen,
         timeout_s: float,
     ) -> Message:
         if self._gone is not None:
@@ -197,6 +226,10 @@ class Group:
                 self._on_metrics(message)
             case Warming():
                 self._on_warming()
+            case ExternalRoom() | ExternalOutput() | ExternalClose():
+                _, receive = self._sockets.get(message.socket_id, ("", None))
+                if receive is not None:
+                    receive(message)
             case Failed(_, reason):
                 await self._exited(f"{self.group_id}: {reason}")
             case _:
@@ -212,6 +245,8 @@ class Group:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(GroupGone(reason))
+        for socket_id, (session_id, receive) in self._sockets.items():
+            receive(ExternalClose(session_id, socket_id, 1011, reason))
 
     def _end(self, reason: str) -> None:
         self._give_up(reason)

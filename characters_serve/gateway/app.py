@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.websockets import WebSocket
 
 from characters_serve import metrics as prometheus
 from characters_serve.config import Config
@@ -37,6 +38,7 @@ from characters_serve.gateway.bodies import (
 )
 from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
+from characters_serve.gateway.external import serve_external
 from characters_serve.gateway.limits import address_key, read_body
 from characters_serve.gateway.problems import Problem, answer_problem, busy
 from characters_serve.gateway.service import LEAVING, Gateway
@@ -167,6 +169,10 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
         await gateway.sessions.say(session, speakable(body.text))
         return Response(status_code=204)
+
+    @app.websocket("/v1/sessions/{session_id}/audio")
+    async def external_audio(websocket: WebSocket, session_id: str) -> None:
+        await serve_external(gateway, websocket, session_id, OFFER_WAIT_S)
 
     @app.delete("/v1/sessions/{session_id}")
     @app.delete("/v1/sessions/{session_id}/webrtc")

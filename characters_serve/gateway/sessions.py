@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from characters_serve.config import SessionConfig
-from characters_serve.fleet.group import GroupGone, RequestRefused
+from characters_serve.fleet.group import FromHost, Group, GroupGone, RequestRefused
 from characters_serve.fleet.local import LeaseLost, LocalFleet
 from characters_serve.fleet.pool import Lease
 from characters_serve.logs import shown
@@ -160,16 +160,22 @@ class Sessions:
     async def offer(self, session: Session, sdp: str, takeover: bool, wait_s: float) -> str:
         """The answer to an SDP offer; one at a time, once the character is ready."""
         async with session.offers:
-            try:
-                async with asyncio.timeout(wait_s):
-                    while session.state in ("queued", "starting"):
-                        session.moved.clear()
-                        await session.moved.wait()
-            except TimeoutError:
-                raise RequestRefused(409, "the character is still being prepared") from None
-            self._check_open(session)
+            await self._prepared(session, wait_s)
             group = self._fleet.group(session.lease)
             return await group.offer(session.session_id, sdp, takeover)
+
+    async def external(
+        self,
+        session: Session,
+        takeover: bool,
+        wait_s: float,
+        receive: Callable[[FromHost], None],
+    ) -> tuple[Group, int]:
+        """Opens a voice agent's socket on the session's host."""
+        async with session.offers:
+            await self._prepared(session, wait_s)
+            group = self._fleet.group(session.lease)
+            return group, await group.open_external(session.session_id, takeover, receive)
 
     async def interrupt(self, session: Session) -> None:
         self._check_open(session)
@@ -276,6 +282,16 @@ class Sessions:
         if release is not None:
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
+
+    async def _prepared(self, session: Session, wait_s: float) -> None:
+        try:
+            async with asyncio.timeout(wait_s):
+                while session.state in ("queued", "starting"):
+                    session.moved.clear()
+                    await session.moved.wait()
+        except TimeoutError:
+            raise RequestRefused(409, "the character is still being prepared") from None
+        self._check_open(session)
 
     def _check_open(self, session: Session) -> None:
         if session.over:

@@ -76,7 +76,7 @@ class Children:
             )
         self._agent = (
             None
-            if config.agent.kind == "none"
+            if config.agent.kind in ("none", "external")
             else self._child(
                 "agent", "characters_serve.agent.worker", group_dir, (), _threads(1), AGENT_NICE
             )

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from characters_serve.messages import (
     AgentAudio,
+    AgentClear,
     AgentError,
     AgentInterrupt,
+    AgentMark,
     AgentSay,
+    MarkReached,
     Message,
     Playback,
     Transcript,
@@ -42,6 +45,7 @@ class _Caption:
     utterance_id: int
     offset_ms: float
     text: str
+    mark: bool = False
 
 
 class Conversation:
@@ -68,6 +72,7 @@ class Conversation:
         self._speech_ended_s: float | None = None
         self._stamps_s: dict[str, float] = {}
         self._captions: deque[_Caption] = deque()
+        self._over_id = 0
         self._queued_ms: tuple[int, float] = (0, 0.0)
 
     def microphone(self, pcm_16k: bytes) -> None:
@@ -92,6 +97,12 @@ class Conversation:
                 self._counters.count("agent_errors_total")
                 log.warning("the agent reports: %s", message.reason)
                 self._events.emit("error", {"message": message.reason, "fatal": False})
+            case AgentClear():
+                self._silence(now_s)
+            case AgentMark():
+                place = (message.utterance_id, message.position_ms, message.name)
+                self._captions.append(_Caption(*place, mark=True))
+                self._show_captions()
 
     def say(self, text: str, now_s: float) -> None:
         self.last_speech_s = now_s
@@ -171,11 +182,13 @@ class Conversation:
         self._to_agent(report)
         self.last_speech_s = now_s
         position_ms = round(event.played_ms)
+        if event.kind != "started":
+            self._over_id = event.utterance_id
         if event.kind == "started":
             self._events.emit("bot-started-speaking", {"utterance_id": event.utterance_id})
         elif event.kind == "finished" or event.played_ms > 0:
             if event.kind == "finished":
-                self._show_captions(through_id=event.utterance_id)
+                self._show_captions()
             interrupted = event.kind == "interrupted"
             data = {"interrupted": interrupted, "position_ms": position_ms}
             self._events.emit("bot-stopped-speaking", data)
@@ -193,15 +206,18 @@ class Conversation:
         turn = {"turn_latency_ms": round(latency_s * 1000), "turn": self.turn_stages_ms}
         self._events.emit("metrics", turn)
 
-    def _show_captions(self, through_id: int = 0) -> None:
-        """Emits the captions that the voice has reached, or all of the utterances that are over."""
+    def _show_captions(self) -> None:
+        """Emits the captions and marks that the voice has reached, or has left behind."""
         speaking_id, position_ms = self._playout.utterance_id, self._playout.position_ms
         while self._captions:
             caption = self._captions[0]
-            over = caption.utterance_id <= through_id or caption.utterance_id < speaking_id
+            over = caption.utterance_id <= self._over_id or caption.utterance_id < speaking_id
             reached = caption.utterance_id == speaking_id and caption.offset_ms <= position_ms
             if not (over or reached):
                 return
             self._captions.popleft()
+            if caption.mark:
+                self._to_agent(MarkReached(self._session_id, caption.text))
+                continue
             data = {"text": caption.text, "utterance_id": caption.utterance_id}
             self._events.emit("bot-transcription", data)

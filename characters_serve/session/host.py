@@ -23,10 +23,14 @@ from characters_serve.messages import (
     AgentAudio,
     AgentError,
     AgentStart,
+    AgentStarted,
     Answer,
     CloseSession,
     Done,
     EndSoon,
+    ExternalClose,
+    ExternalInput,
+    ExternalOpen,
     Interrupt,
     Message,
     Offer,
@@ -43,6 +47,7 @@ from characters_serve.messages import (
 from characters_serve.processes import AsyncControlLink, ChildFailed
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
+from characters_serve.session.external_link import ExternalLink
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
@@ -55,7 +60,7 @@ GOODBYE_S = 0.05
 # Sockets do not linger: the last message needs a moment before the process is gone.
 LAST_WORD_S = 0.1
 
-Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon
+Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon | ExternalOpen
 State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
 
 
@@ -72,6 +77,7 @@ class Host:
             on_fault=self._fault,
         )
         self._session: LiveSession | None = None
+        self._external: ExternalLink | None = None
         self._session_id: str | None = None
         self._test_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
         # What the agent says between its start and the session's.
@@ -150,10 +156,20 @@ class Host:
                 return
             match message:
                 # Opening waits for models and closing for peers; neither may delay a ping.
-                case OpenSession() | CloseSession() | Offer() | Interrupt() | Say() | EndSoon():
+                case (
+                    OpenSession()
+                    | CloseSession()
+                    | Offer()
+                    | Interrupt()
+                    | Say()
+                    | EndSoon()
+                    | ExternalOpen()
+                ):
                     task = asyncio.create_task(self._serve(message))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+                case ExternalInput() | ExternalClose():
+                    self._from_socket(message)
 
     async def _serve(self, request: Request) -> None:
         try:
@@ -188,9 +204,15 @@ class Host:
             case Interrupt():
                 session.interrupt()
             case Say():
+                if self._external is not None and not self._external.agent.connected:
+                    return Refused(number, 409, "no voice agent is connected")
                 session.say(request.text)
             case EndSoon():
                 session.end_within(request.reason, request.left_s)
+            case ExternalOpen():
+                if self._external is None:
+                    return Refused(number, 409, "agent.kind is not external")
+                return self._external.open(request)
             case CloseSession():
                 await self._close_session(request.reason, "ended")
         return Done(number)
@@ -211,15 +233,13 @@ class Host:
             try:
                 start = StartCharacter(request.session_id, request.image_rgb, request.seed)
                 await self._children.start_character(start)
-                agent = await self._children.start_agent(
-                    AgentStart(request.session_id, request.persona, config.agent.greet)
-                )
+                agent = await self._start_agent(request)
             except TimeoutError as error:
                 self._fault(str(error))
                 return Refused(number, 503, str(error))
             links = SessionLinks(
                 send_step=self._children.send_step,
-                to_agent=self._children.to_agent,
+                to_agent=self._external.tell if self._external else self._children.to_agent,
                 on_state=self._state,
                 on_over=self._over,
                 on_fault=self._fault,
@@ -229,6 +249,30 @@ class Host:
                 self._session.agent(early)
             self._state("ready", "")
         return Done(number)
+
+    async def _start_agent(self, request: OpenSession) -> AgentStarted | None:
+        if self._config.agent.kind != "external":
+            start = AgentStart(request.session_id, request.persona, self._config.agent.greet)
+            return await self._children.start_agent(start)
+        self._external = ExternalLink(
+            request.session_id,
+            emit=lambda event: self._session.agent(event) if self._session else None,
+            queued_ms=lambda: self._session.queued_ms if self._session else 0.0,
+            post=self._outbox.put_nowait,
+        )
+        return await self._external.agent.open()
+
+    def _from_socket(self, message: ExternalInput | ExternalClose) -> None:
+        if self._external is None or self._session_id != message.session_id:
+            return
+        try:
+            if isinstance(message, ExternalInput):
+                self._external.input(message)
+            else:
+                self._external.lost(message)
+        except Exception as error:
+            log.exception("%s failed", type(message).__name__)
+            self._fault(f"{type(message).__name__}: {error}")
 
     def _over(self, reason: str) -> None:
         task = asyncio.create_task(self._close_session(reason, "ended"))
@@ -245,6 +289,9 @@ class Host:
             await asyncio.sleep(GOODBYE_S)
             self._session = None
             await session.close()
+            if self._external is not None:
+                await self._external.close(reason)
+                self._external = None
             if final == "ended":
                 self._children.end_agent(session_id)
                 try:

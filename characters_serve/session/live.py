@@ -245,6 +245,11 @@ class LiveSession:
             self._conversation.agent(message, time.monotonic())
             self._wanted.set()
 
+    @property
+    def queued_ms(self) -> float:
+        """Speech that waits for the engine."""
+        return self._chunker.queued_ms
+
     def interrupt(self) -> None:
         self._conversation.interrupt(time.monotonic())
 

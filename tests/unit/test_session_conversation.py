@@ -11,9 +11,12 @@ import pytest
 from characters_serve.config import ModelConfig
 from characters_serve.messages import (
     AgentAudio,
+    AgentClear,
     AgentError,
     AgentInterrupt,
+    AgentMark,
     AgentSay,
+    MarkReached,
     Message,
     Playback,
     Transcript,
@@ -166,6 +169,36 @@ def test_the_clients_wishes_reach_the_agent() -> None:
     assert kinds == [AgentSay, AgentInterrupt, UserText, UserAudio]
     # What is thought but not heard of yet is dropped too.
     assert rig.told[1] == AgentInterrupt("s", 1)
+
+
+def test_marks_come_back_when_the_voice_has_come_to_them() -> None:
+    rig = Rig()
+
+    def marks() -> list[str]:
+        return [message.name for message in rig.told if isinstance(message, MarkReached)]
+
+    rig.run(1)
+    rig.talk.agent(AgentMark("s", 0, 0.0, "nothing to wait for"), rig.now_s)
+    assert marks() == ["nothing to wait for"]
+    rig.speak(1, 1.0, last=False)
+    rig.talk.agent(AgentMark("s", 1, 1000.0, "middle"), rig.now_s)
+    rig.speak(1, 1.0)
+    rig.talk.agent(AgentMark("s", 1, 2000.0, "end"), rig.now_s)
+    rig.run(0.9)
+    assert marks()[1:] == []
+    rig.run(0.6)
+    assert marks()[1:] == ["middle"]
+    rig.run(1.5)
+    assert marks()[1:] == ["middle", "end"]
+    rig.speak(2, 2.0)
+    rig.talk.agent(AgentMark("s", 2, 2000.0, "cleared"), rig.now_s)
+    rig.run(1)
+    rig.talk.agent(AgentClear("s"), rig.now_s)
+    rig.talk.agent(AgentMark("s", 2, 2000.0, "too late to wait"), rig.now_s)
+    assert rig.reports()[-2:] == [("started", 2), ("interrupted", 2)]
+    assert marks()[3:] == ["too late to wait"]
+    rig.run(3)
+    assert marks()[4:] == []
 
 
 def test_transcripts_and_errors_are_passed_on() -> None:
