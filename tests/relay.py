@@ -72,7 +72,8 @@ class Link:
         if conditions.reorder and self._random.random() < conditions.reorder:
             return [sent_s]
         jitter_s = self._random.uniform(-1, 1) * conditions.jitter_s
-        arrives_s = max(self._last_s, sent_s + max(0.0, conditions.delay_s + jitter_s))
+        # Never at the same time: an event loop runs such timers in any order.
+        arrives_s = max(self._last_s + 1e-6, sent_s + max(0.0, conditions.delay_s + jitter_s))
         self._last_s = arrives_s
         if conditions.duplicate and self._random.random() < conditions.duplicate:
             return [arrives_s, arrives_s]

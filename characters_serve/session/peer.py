@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,11 +24,17 @@ from aiortc import (
 from aiortc.mediastreams import MediaStreamError
 
 from characters_serve.config import DeliveryConfig
+from characters_serve.session.encoders import EncoderThread
 from characters_serve.session.events import MessageLimit
 from characters_serve.session.microphone import PIECE_S, Microphone
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rate import RateBounds, RateControl
-from characters_serve.session.rtcp_clock import MediaSender, adopt_sender, shorten_jitter_buffer
+from characters_serve.session.rtcp_clock import (
+    MediaSender,
+    adopt_sender,
+    harden_transport,
+    shorten_jitter_buffer,
+)
 from characters_serve.session.tracks import Delivery
 
 log = logging.getLogger(__name__)
@@ -65,7 +70,7 @@ class Peer:
         self._limit = MessageLimit()
         self._senders: list[MediaSender] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="video-encoder")
+        self._executor = EncoderThread()
         # Without an empty list aiortc asks a public STUN server.
         self._pc = RTCPeerConnection(
             RTCConfiguration(iceServers=[], bundlePolicy=RTCBundlePolicy.MAX_BUNDLE)
@@ -84,6 +89,9 @@ class Peer:
         except asyncio.CancelledError:
             await self.close()
             raise
+
+    def take_encode_ms(self) -> list[float]:
+        return self._executor.take_times_ms()
 
     async def close(self) -> None:
         if self._closed:
@@ -123,6 +131,8 @@ class Peer:
                 transceiver.setCodecPreferences(_opus_only())
                 shorten_jitter_buffer(transceiver.receiver)
         await pc.setRemoteDescription(RTCSessionDescription(sdp, "offer"))
+        for transport in {sender.transport for sender in self._senders}:
+            harden_transport(transport)
         await pc.setLocalDescription(await pc.createAnswer())
         self._start(self._watch_connection(), "ice-timeout")
         return str(pc.localDescription.sdp)

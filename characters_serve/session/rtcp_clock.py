@@ -8,7 +8,8 @@ The one place that reaches into aiortc, for the asserted version only:
 - 1024 packets are kept for retransmission instead of 128 (0.4 s at 3 Mbit/s), which is rationed;
 - the first report leaves with the first packet: a browser aligns picture and voice by the second,
   and its round trip is that of a link that is still empty;
-- the microphone's jitter buffer holds 20 ms instead of 80 (and 280 after the first loss).
+- the microphone's jitter buffer holds 20 ms instead of 80 (and 280 after the first loss);
+- datagrams that aiortc fails at are dropped: an empty one, from anybody, ended the session.
 Knows nothing of what is sent.
 """
 
@@ -19,6 +20,7 @@ import logging
 import random
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -294,3 +296,36 @@ def adopt_sender(
 def shorten_jitter_buffer(receiver: aiortc.RTCRtpReceiver) -> None:
     buffer = JitterBuffer(capacity=4, prefetch=1)
     setattr(receiver, "_RTCRtpReceiver__jitter_buffer", buffer)  # noqa: B010 (a mangled name)
+
+
+def harden_transport(transport: Any) -> None:
+    """An `RTCDtlsTransport` that no single datagram can end. Called before it starts."""
+    ice = transport.transport
+    receive = ice._recv
+
+    async def receive_something() -> bytes:
+        while not (data := bytes(await receive())):
+            pass  # aiortc reads the first byte of what is not there
+        return data
+
+    ice._recv = receive_something
+    for name in ("_handle_rtp_data", "_handle_rtcp_data"):
+        setattr(transport, name, _dropping(getattr(transport, name)))
+
+
+def _dropping(handle: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """An error in handling a packet would end the whole transport; it is logged once."""
+    failed = False
+
+    async def handle_or_drop(*arguments: Any, **named: Any) -> None:
+        nonlocal failed
+        try:
+            await handle(*arguments, **named)
+        except ConnectionError:
+            raise
+        except Exception:
+            if not failed:
+                log.exception("a packet was dropped")
+            failed = True
+
+    return handle_or_drop
