@@ -196,6 +196,55 @@ def test_an_offer_whose_browser_vanishes_costs_its_session_alone(
     assert "connect" in described["reason"]
 
 
+async def test_offers_that_meet_the_end_of_their_session(server: Server, offer: str) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        for delay_s in (0.0, 0.005, 0.02, 0.08):
+            session = (await http.post("/v1/sessions", json={"character": "mira"})).json()
+            own = f"/v1/sessions/{session['id']}"
+            headers = {"Content-Type": "application/sdp", **secret(session)}
+
+            async def ask(
+                path: str = f"{own}/webrtc?takeover=1", headers: dict[str, str] = headers
+            ) -> httpx.Response:
+                return await http.post(path, content=offer, headers=headers)
+
+            assert (await ask()).status_code == 201
+            offers = [asyncio.create_task(ask()) for _ in range(2)]
+            await asyncio.sleep(delay_s)
+            assert (await http.delete(own, headers=secret(session))).status_code == 204
+            for response in (*await asyncio.gather(*offers), await ask()):
+                assert response.status_code == 201 or is_problem(response, 409, 410), response.text
+            assert is_problem(await ask(), 410)
+            assert (await http.get(own, headers=secret(session))).json()["status"] == "ended"
+            await asyncio.to_thread(server.seconds_until_free, 8)
+
+
+def test_candidates_come_in_any_order(server: Server, http: httpx.Client, offer: str) -> None:
+    session = create(http)
+    own = f"/v1/sessions/{session['id']}/webrtc"
+    (ufrag,) = set(re.findall(r"a=ice-ufrag:(\S+)", offer))
+
+    def trickle(name: str, lines: str = "a=end-of-candidates\r\n") -> httpx.Response:
+        headers = {"Content-Type": "application/trickle-ice-sdpfrag", **secret(session)}
+        return http.patch(own, content=f"a=ice-ufrag:{name}\r\n{lines}", headers=headers)
+
+    candidate = "a=candidate:1 1 udp 2130706431 192.0.2.77 50000 typ host\r\n"
+    assert is_problem(trickle(ufrag), 422)  # there is no offer that it could belong to
+    assert send_offer(http, session, offer).status_code == 201
+    for lines in ("a=end-of-candidates\r\n", candidate, candidate, "", "nonsense\r\n"):
+        assert trickle(ufrag, lines).status_code == 204
+    assert is_problem(trickle("another"), 422)
+    headers = {"Content-Type": "application/sdp", **secret(session)}
+    renamed = offer.replace(ufrag, "renewed1")
+    again = http.post(f"{own}?takeover=1", content=renamed, headers=headers)
+    assert again.status_code == 201
+    assert is_problem(trickle(ufrag), 422)  # of the offer before
+    assert trickle("renewed1", candidate).status_code == 204
+    end(http, session)
+    assert trickle("renewed1").status_code == 204  # too late to matter
+    server.wait_until("the group is free", server.is_free, 8)
+
+
 # ---------------------------------------------------------------- processes that die
 
 
