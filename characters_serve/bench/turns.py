@@ -255,6 +255,8 @@ def measure(num_turns: int, overrides: list[str]) -> dict[str, Any]:
         "seconds": round(elapsed_s, 1),
         "server_cores": round(server_s / elapsed_s, 2),
         "other_cores_with_browser": round(others_s / elapsed_s, 2),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "nice": os.nice(0),
         "each": turns,
         "device": f"{os.cpu_count()} x {device_name(torch.device('cpu'))}",
         "command": shlex.join(["python", "-m", "characters_serve.bench.turns", *sys.argv[1:]]),
