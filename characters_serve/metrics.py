@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from characters_serve.messages import HostMetrics
+from characters_serve.session.counters import COUNTERS, TURN_STAGE
 
 # Else a second series for each counter, which nothing here reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -28,8 +29,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A chunk has 166.7 ms at 24 fps.
 _CHUNK_MS = (5, 10, 20, 40, 60, 80, 100, 120, 140, 166.7, 200, 250, 350, 500, 1000)
 _TURN_MS = (100, 200, 300, 400, 500, 750, 1000, 1200, 1500, 2000, 2500, 3000, 5000, 10_000)
+_ENCODE_MS = (1, 2, 3, 5, 8, 12, 20, 30, 41.7, 60, 100, 250)
+# A session is slow at half a picture a second below its rate: 23.5 at 24.
+_FPS = (1, 5, 10, 15, 20, 22, 23, 23.5, 23.9, 24.5, 30)
 _REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _MAX_HOST_SERIES = 200
+_MAX_STAGES = 24
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -48,7 +53,10 @@ class Metrics:
             "characters_sessions_created", "Sessions admitted", registry=self.registry
         )
         self.sessions_ended = Counter(
-            "characters_sessions_ended", "Sessions over", ["state"], registry=self.registry
+            "characters_sessions_ended",
+            "Sessions over",
+            ["state", "reason"],
+            registry=self.registry,
         )
         self.sessions_refused = Counter(
             "characters_sessions_refused",
@@ -77,13 +85,26 @@ class Metrics:
             for name, text, buckets in (
                 ("step_ms", "Denoising time of one chunk", _CHUNK_MS),
                 ("decode_ms", "Decoding time of one chunk", _CHUNK_MS),
+                ("encode_ms", "Encoding time of one picture", _ENCODE_MS),
+                ("session_fps", "New pictures a second over a whole session", _FPS),
                 ("turn_latency_ms", "End of the user's speech to the character's voice", _TURN_MS),
             )
         }
+        self._turn_stages = Histogram(
+            "characters_turn_stage_ms",
+            "End of the user's speech to each stage of the answer",
+            ["stage"],
+            buckets=_TURN_MS,
+            registry=self.registry,
+        )
+        self._stages: set[str] = set()
 
     def absorb(self, group_id: str, report: HostMetrics) -> None:
         self._hosts.absorb(group_id, report)
         for name, values in report.observations.items():
+            if name.startswith(TURN_STAGE):
+                self._absorb_stage(name.removeprefix(TURN_STAGE), values)
+                continue
             histogram = self._observed.get(name)
             if histogram is None:
                 if len(self._observed) >= _MAX_HOST_SERIES or not _NAME.fullmatch(name):
@@ -97,12 +118,45 @@ class Metrics:
             for value in values:
                 histogram.observe(value)
 
+    def _absorb_stage(self, stage: str, values: list[float]) -> None:
+        if stage not in self._stages:
+            if len(self._stages) >= _MAX_STAGES or not _NAME.fullmatch(stage):
+                return
+            self._stages.add(stage)
+        for value in values:
+            self._turn_stages.labels(stage).observe(value)
+
     def forget(self, group_id: str) -> None:
         """The group is gone: its gauges go with it, its counts stay."""
         self._hosts.forget(group_id)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+# The first that is found in a reason's words; what hosts and the gateway say, never users.
+_REASONS = (
+    ("ended by the user", "user"),
+    ("maximum duration", "max_duration"),
+    ("max_duration", "max_duration"),
+    ("idle timeout", "idle"),
+    ("no client connected", "never_connected"),
+    ("nobody connected", "never_connected"),
+    ("did not come back", "connection_lost"),
+    ("connection lost", "connection_lost"),
+    ("shutting down", "shutdown"),
+    ("server is stopping", "shutdown"),
+    ("reservation expired", "reservation_expired"),
+    ("no chunk", "engine_stalled"),
+    ("exited with code", "process_died"),
+    ("not answered for", "process_died"),
+    ("no answer to", "host_silent"),
+)
+
+
+def end_reason(reason: str) -> str:
+    """One of a few words for why a session ended; `other` for what is not known here."""
+    return next((label for words, label in _REASONS if words in reason), "other")
 
 
 class _Live(Collector):
@@ -128,7 +182,8 @@ class _Live(Collector):
 
 class _Hosts(Collector):
     def __init__(self) -> None:
-        self._totals: dict[str, float] = {}
+        # From the start, so that a rate over the first count is no gap.
+        self._totals: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self._last: dict[tuple[str, str], float] = {}
         self._gauges: dict[str, dict[str, float]] = {}
 

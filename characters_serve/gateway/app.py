@@ -232,11 +232,11 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
 
-    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return _web_file("index.html")
 
-    @app.api_route("/{name}", methods=["GET", "HEAD"])
+    @app.api_route("/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def web_file(name: str) -> Response:
         return _web_file(name)
 

@@ -20,7 +20,7 @@ from characters_serve.fleet.local import LeaseLost, LocalFleet
 from characters_serve.fleet.pool import Lease
 from characters_serve.logs import shown
 from characters_serve.messages import Persona, SessionState
-from characters_serve.metrics import Metrics
+from characters_serve.metrics import Metrics, end_reason
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class Sessions:
         if session.over:
             return
         self._move(session, state, reason)
-        self._metrics.sessions_ended.labels(state).inc()
+        self._metrics.sessions_ended.labels(state, end_reason(reason)).inc()
         # A host cannot close what it has not opened yet, so the opening goes first.
         release = self._fleet.release(session.lease, reason, after=session.opened)
         if release is not None:

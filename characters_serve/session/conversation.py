@@ -29,7 +29,7 @@ from characters_serve.messages import (
     UserText,
 )
 from characters_serve.session.chunker import Chunker
-from characters_serve.session.counters import Counters
+from characters_serve.session.counters import TURN_STAGE, Counters
 from characters_serve.session.events import EventsChannel
 from characters_serve.session.microphone import loudness
 from characters_serve.session.playout import Playout, PlayoutEvent
@@ -203,6 +203,8 @@ class Conversation:
         for stage, stamp_s in (*self._stamps_s.items(), ("voice", now_s)):
             self.turn_stages_ms[stage] = round((stamp_s - now_s + latency_s) * 1000, 1)
         self._counters.observe("turn_latency_ms", latency_s * 1000)
+        for stage, stage_ms in self.turn_stages_ms.items():
+            self._counters.observe(f"{TURN_STAGE}{stage}", stage_ms)
         turn = {"turn_latency_ms": round(latency_s * 1000), "turn": self.turn_stages_ms}
         self._events.emit("metrics", turn)
 

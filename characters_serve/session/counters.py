@@ -7,12 +7,18 @@ from typing import Final
 
 from characters_serve.messages import HostMetrics
 
+# Observations of this prefix are one stage each of the user's turn.
+TURN_STAGE: Final = "turn_stage_ms_"
+
 COUNTERS: Final = (
     "chunks_total",
     "late_chunks_total",
     "chunk_watchdog_total",
     "underruns_total",
     "held_ms_total",
+    "silent_ms_total",
+    "sessions_measured_total",
+    "sessions_slow_total",
     "frames_sent_total",
     "frames_skipped_total",
     "degraded_chunks_total",

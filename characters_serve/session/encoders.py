@@ -6,9 +6,13 @@ voice, and x264's slow default preset; their packetizers are good and are used h
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Final
+from typing import Final, ParamSpec, TypeVar
 
 import av
 import av.video.frame
@@ -17,11 +21,38 @@ from aiortc.codecs.vpx import Vp8Encoder
 
 from characters_serve.session.clock import AUDIO_RATE
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 VIDEO_CLOCK: Final = 90_000
 _MAX_GOP: Final = 3000  # x264's 250 would force a keyframe every ten seconds
 _LARGE_PICTURE: Final = 640 * 480
 # libvpx's threads wait for each other by spinning: on two busy cores 1088x704 fell to 2 fps.
 _SPARE_CORES: Final = (os.cpu_count() or 1) >= 8
+
+
+class EncoderThread(ThreadPoolExecutor):
+    """The one thread that encodes a peer's pictures, and how long each took."""
+
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="video-encoder")
+        self._times_ms: list[float] = []
+
+    def submit(
+        self, fn: Callable[P, T], /, *arguments: P.args, **named: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        def timed() -> T:
+            started_s = time.perf_counter()
+            result = fn(*arguments, **named)
+            self._times_ms.append((time.perf_counter() - started_s) * 1000)
+            return result
+
+        return super().submit(timed)
+
+    def take_times_ms(self) -> list[float]:
+        """Each time is handed out once."""
+        taken, self._times_ms = self._times_ms, []
+        return taken
 
 
 class VideoEncoder:

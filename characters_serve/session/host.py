@@ -336,6 +336,7 @@ class Host:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.fleet.stop_timeout_s):
                 await self._close_session(reason, "failed")
+        self._outbox.put_nowait(self._counters.take())
         await self._outbox.join()
         await self._link.failed(reason)
         await self._children.kill()

@@ -365,4 +365,5 @@ class LiveSession:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         async with self._offers:
             await self._drop_peer("the session ends")
+        self._reporter.finish()
         await asyncio.gather(*self._peer_closing, return_exceptions=True)

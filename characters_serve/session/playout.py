@@ -79,6 +79,7 @@ class Playout:
         self.target = target_chunks
         self.underruns = 0
         self.held_slots = 0
+        self.silent_slots = 0
         self.rejected_chunks = 0
         self.playing = False
         self.in_flight = 0
@@ -275,6 +276,7 @@ class Playout:
             self._underrun(number)
         self._held_run += 1
         self.held_slots += 1
+        self.silent_slots += self.in_speech
         return _Slot(self._last.frame, self._last.voice, epoch=self._epoch, held=True)
 
     def _underrun(self, number: int) -> None:

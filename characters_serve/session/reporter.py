@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 REPORT_S: Final = 1.0
 FROZEN_FACE_S: Final = 0.5
 UNHEALTHY_S: Final = 2.0
+SLOW_FPS: Final = 0.5  # below the model's rate
+MEASURED_S: Final = 5.0  # what is shorter says little of its rate
 
 
 class Reporter:
@@ -43,6 +45,10 @@ class Reporter:
         self._frames = 0
         self._avatar_state = "normal"
         self._stalled = False
+        self._silent_ms = 0.0
+        self._streaming = False
+        self._streamed_s = 0.0
+        self._shown = 0.0
 
     def new_underruns(self) -> int:
         """How many since the last call; counts them."""
@@ -74,14 +80,31 @@ class Reporter:
             self._reported_s = now_s
             if peer is not None:
                 self.count_peer(peer)
-            fps, self._frames = self._frames / elapsed_s, 0
+            fps, frames, self._frames = self._frames / elapsed_s, self._frames, 0
+            held_ms = self._held_ms
             self._numbers(fps, peer)
+            # From the second after the first picture to the last: the start is not its rate.
+            if self._streaming and peer is not None:
+                self._streamed_s += elapsed_s
+                self._shown += frames - (self._held_ms - held_ms) * self._fps / 1000
+            self._streaming = peer is not None and frames > 0
+
+    def finish(self) -> None:
+        """The session is over: its rate counts once."""
+        if self._streamed_s < MEASURED_S:
+            return
+        fps = max(0.0, self._shown / self._streamed_s)
+        self._counters.observe("session_fps", fps)
+        self._counters.count("sessions_measured_total")
+        self._counters.count("sessions_slow_total", float(fps <= self._fps - SLOW_FPS))
 
     def count_peer(self, peer: Peer) -> None:
         sent, skipped = peer.delivery.take_counts()
         self._frames += sent
         self._counters.count("frames_sent_total", sent)
         self._counters.count("frames_skipped_total", skipped)
+        for encode_ms in peer.take_encode_ms():
+            self._counters.observe("encode_ms", encode_ms)
 
     def _numbers(self, fps: float, peer: Peer | None) -> None:
         rtt_s = peer.rate.rtt_s if peer else None
@@ -89,6 +112,9 @@ class Reporter:
         held_ms = self._playout.held_slots * 1000 / self._fps
         self._counters.count("held_ms_total", held_ms - self._held_ms)
         self._held_ms = held_ms
+        silent_ms = self._playout.silent_slots * 1000 / self._fps
+        self._counters.count("silent_ms_total", silent_ms - self._silent_ms)
+        self._silent_ms = silent_ms
         self._counters.gauge("playout_depth", self._playout.depth)
         self._counters.gauge("playout_lead", self._playout.lead)
         self._counters.gauge("video_fps", fps)

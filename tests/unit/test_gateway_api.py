@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
 from PIL import Image
+from starlette.routing import WebSocketRoute
 
 from characters_serve.config import Config, load_config
 from characters_serve.fleet import group as group_module
@@ -72,9 +74,10 @@ def app_config(tmp_path: Path, *overrides: str) -> Config:
 
 
 class Api:
-    def __init__(self, http: httpx.AsyncClient, gateway: service.Gateway) -> None:
+    def __init__(self, http: httpx.AsyncClient, app: FastAPI) -> None:
         self.http = http
-        self.gateway = gateway
+        self.app = app
+        self.gateway: service.Gateway = app.state.gateway
 
     async def until(self, true: Callable[[], object], timeout_s: float = 20.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -130,7 +133,7 @@ async def serving(config: Config, wait: bool = True) -> AsyncIterator[Api]:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url=BASE) as http,
     ):
-        api = Api(http, app.state.gateway)
+        api = Api(http, app)
         if wait:
             await api.until(lambda: api.groups("ready"))
         yield api
@@ -181,7 +184,7 @@ async def test_from_creation_to_the_end(api: Api) -> None:
         assert response.status_code == 204
     assert (await api.reach(session, "ended"))["reason"] == "ended by the user"
     await api.until(lambda: api.groups("ready"))
-    assert await api.metric('characters_sessions_ended_total{state="ended"}') == 1
+    assert await api.metric('characters_sessions_ended_total{reason="user",state="ended"}') == 1
     problem(await api.offer(session), 410)
     await api.create()
 
@@ -633,6 +636,92 @@ async def test_a_secret_is_good_for_its_own_session_only(tmp_path: Path) -> None
         problem(await api.http.get("/v1/sessions/" + "0" * 32, headers=secret_of(mine)), 404)
 
 
+def session_routes() -> list[tuple[str, str]]:
+    """Every method and path of one session, as the app itself describes them."""
+    paths = create_app(Config()).openapi()["paths"]
+    return [
+        (method.upper(), path)
+        for path, methods in paths.items()
+        for method in methods
+        if "{session_id}" in path
+    ]
+
+
+def test_the_description_has_every_session_route() -> None:
+    described = {path for _, path in session_routes()}
+    routed = {
+        path
+        for route in create_app(Config()).routes
+        if "{session_id}" in (path := getattr(route, "path", "")) and hasattr(route, "methods")
+    }
+    assert described == routed and len(session_routes()) >= 8
+
+
+async def test_no_route_of_a_session_serves_the_secret_of_another(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
+        await api.until(lambda: api.groups("ready") == 2)
+        mine, other = await api.create(), await api.create()
+        assert (await api.offer(other)).status_code == 201
+        await api.reach(other, "live")
+        stranger = mine["client_secret"]["value"]
+        bodies: list[tuple[dict[str, str], str]] = [
+            ({}, ""),
+            (SDP, OFFER),
+            ({"Content-Type": "application/json"}, json.dumps({"text": "hi", "sdp": OFFER})),
+            ({"Content-Type": "text/plain"}, stranger),
+        ]
+        for method, template in session_routes():
+            url = template.replace("{session_id}", other["id"])
+            for query in ("", "?takeover=1"):
+                for headers, body in bodies:
+                    response = await api.http.request(
+                        method, url + query, content=body, headers={**headers, **secret_of(mine)}
+                    )
+                    assert problem(response, 404) == "no such session", (method, url)
+                    response = await api.http.request(
+                        method, url + query, content="", headers=headers
+                    )
+                    problem(response, 401)
+            beacon = await api.http.post(f"/v1/sessions/{other['id']}/end", content=stranger)
+            problem(beacon, 404)
+        assert (await api.status(other))["status"] == "live"
+        assert (await api.offer(other)).status_code == 409, "its own client is still connected"
+
+
+async def closed_with(app: Any, url: str, headers: dict[str, str]) -> int:
+    """The code that a WebSocket is closed with when nothing is sent on it."""
+    sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    said = iter(({"type": "websocket.connect"}, {"type": "websocket.receive", "text": "{}"}))
+
+    async def receive() -> dict[str, Any]:
+        return next(said, {"type": "websocket.disconnect", "code": 1006})
+
+    raw = [(b"host", b"127.0.0.1:8080")]
+    raw += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "websocket", "path": url, "raw_path": url.encode(), "query_string": b""}
+    await app({**scope, "headers": raw, "subprotocols": []}, receive, sent.put)
+    messages = [sent.get_nowait() for _ in range(sent.qsize())]
+    return next(int(m["code"]) for m in messages if m["type"] == "websocket.close")
+
+
+async def test_no_socket_of_a_session_serves_the_secret_of_another(tmp_path: Path) -> None:
+    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
+        await api.until(lambda: api.groups("ready") == 2)
+        mine, other = await api.create(), await api.create()
+        templates = [
+            getattr(route, "path", "")
+            for route in api.app.routes
+            if isinstance(route, WebSocketRoute) and "{session_id}" in route.path
+        ]
+        assert templates == ["/v1/sessions/{session_id}/audio"]
+        for template in templates:
+            url = template.replace("{session_id}", other["id"])
+            assert await closed_with(api.app, url, secret_of(mine)) == 4404
+            assert await closed_with(api.app, url, {}) == 4401
+            assert await closed_with(api.app, url, {"Authorization": "Bearer x.y.z"}) == 4401
+        assert (await api.status(other))["status"] in ("starting", "ready")
+
+
 async def test_a_server_key_is_needed_once_it_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -703,6 +792,9 @@ async def test_no_secret_and_no_sdp_reach_the_log(
         await api.reach(session, "ended")
     assert session["client_secret"]["value"] not in caplog.text
     assert "ice-ufrag" not in caplog.text and session["id"] not in caplog.text
+    about = [vars(record) for record in caplog.records if "session" in vars(record)]
+    assert {fields["session"] for fields in about} == {session["id"][:8]}
+    assert all(fields["lease_epoch"] > 0 and fields["group"] for fields in about)
 
 
 # ---------------------------------------------------------------- the rest of the surface

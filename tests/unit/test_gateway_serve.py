@@ -42,7 +42,9 @@ class Server:
 
 
 @asynccontextmanager
-async def server(run_dir: Path, *overrides: str, ready: bool = True) -> AsyncIterator[Server]:
+async def server(
+    run_dir: Path, *overrides: str, ready: bool = True, log: Path | None = None
+) -> AsyncIterator[Server]:
     settings = [
         "engine.kind=pattern",
         "agent.kind=none",
@@ -51,6 +53,7 @@ async def server(run_dir: Path, *overrides: str, ready: bool = True) -> AsyncIte
         "fleet.stop_timeout_s=3",
         *overrides,
     ]
+    errors = log.open("wb") if log is not None else None
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -59,6 +62,7 @@ async def server(run_dir: Path, *overrides: str, ready: bool = True) -> AsyncIte
         *(part for setting in settings for part in ("--set", setting)),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
+        stderr=errors,
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -77,6 +81,8 @@ async def server(run_dir: Path, *overrides: str, ready: bool = True) -> AsyncIte
             process.kill()
         await process.wait()
         process._transport.close()  # type: ignore[attr-defined]
+        if errors is not None:
+            errors.close()
 
 
 def left_over(run_dir: Path) -> list[str]:
@@ -227,6 +233,45 @@ async def test_a_second_signal_ends_it_now(tmp_path: Path, how: signal.Signals) 
             assert await running.ended() in (0, -signal.SIGTERM)
         await peer.close()
     assert left_over(tmp_path) == []
+
+
+async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    words = "the quick brown vixen"
+    async with (
+        server(
+            tmp_path / "run",
+            *("server.log_format=json", "agent.kind=local", "agent.recogniser=pocketsphinx"),
+            log=log,
+        ) as running,
+        httpx.AsyncClient(base_url=running.url, timeout=30) as http,
+    ):
+        heard: list[dict[str, Any]] = []
+        session, peer = await connect(http, heard)
+        await reach(http, session, "live")
+        said = await http.post(
+            f"/v1/sessions/{session['id']}/say", json={"text": words}, headers=secret_of(session)
+        )
+        assert said.status_code == 204
+        async with asyncio.timeout(30):
+            while not any(words in str(data.get("text", "")) for data in heard):
+                await asyncio.sleep(0.05)
+        offer = peer.localDescription.sdp
+        await http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        await peer.close()
+        await free_again(http)
+        running.process.send_signal(signal.SIGTERM)
+        await running.ended()
+    text = log.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert {line["session"] for line in lines if "session" in line} >= {session["id"][:8]}
+    ours = [line for line in lines if line.get("session") == session["id"][:8]]
+    assert any(line["lease_epoch"] > 0 for line in ours if "lease_epoch" in line)
+    spoken = [str(data["text"]) for data in heard if data.get("text")]
+    secrets = [session["id"], session["client_secret"]["value"], *spoken]
+    secrets += [line for line in offer.splitlines() if "ice-" in line or "fingerprint" in line]
+    assert words in " ".join(spoken) and len(secrets) > 4
+    assert [secret for secret in secrets if secret in text] == []
 
 
 async def test_a_killed_servers_folders_go_when_the_next_one_starts(tmp_path: Path) -> None:

@@ -151,7 +151,10 @@ def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> 
     rig.talk.agent(TurnTiming("s", 1, {"end_of_turn": 500.0, "first_audio": 600.0}), rig.now_s)
     rig.speak(1, 1.0)
     rig.run(1)
-    latencies = rig.counters.take().observations["turn_latency_ms"]
+    observed = rig.counters.take().observations
+    latencies = observed["turn_latency_ms"]
+    assert observed["turn_stage_ms_end_of_turn"] == [500.0]
+    assert observed["turn_stage_ms_voice"] == [pytest.approx(latencies[0], abs=0.1)]
     assert len(latencies) == 1 and 600 < latencies[0] < 600 + 350
     data = rig.events("metrics")[0]["data"]
     assert data["turn"]["first_audio"] == 600.0 and data["turn"]["voice"] > 600
