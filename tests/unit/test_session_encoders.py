@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -14,9 +15,11 @@ from aiortc import RTCPeerConnection, RTCRtpCodecParameters
 from aiortc.mediastreams import VideoStreamTrack
 from aiortc.rtp import (
     RTCP_RTPFB_NACK,
+    RtcpPacket,
     RtcpReceiverInfo,
     RtcpRrPacket,
     RtcpRtpfbPacket,
+    RtcpSrPacket,
     RtpPacket,
 )
 
@@ -165,4 +168,22 @@ async def test_a_report_that_comes_after_the_next_one_was_sent_has_a_round_trip(
     )
     await video.sender._handle_rtcp_packet(RtcpRrPacket(ssrc=1, reports=[about]))
     assert video.rate.rtt_s == pytest.approx(0.5, abs=0.05)
+    await video.pc.close()
+
+
+async def test_the_first_report_leaves_with_the_first_packet() -> None:
+    video = VideoSender()
+    video.sender.set_private("cname", "a name")
+    reporting = asyncio.create_task(video.sender._run_rtcp())
+    await asyncio.sleep(0.05)
+    assert video.sent == []  # there is nothing to report on
+    await video.send(1)
+    began_s = time.monotonic()
+    async with asyncio.timeout(5):
+        while len(video.sent) < 2:
+            await asyncio.sleep(0.005)
+    assert time.monotonic() - began_s < 0.4
+    assert isinstance(RtcpPacket.parse(video.sent[1])[0], RtcpSrPacket)
+    reporting.cancel()
+    await asyncio.gather(reporting, return_exceptions=True)
     await video.pc.close()
