@@ -232,11 +232,24 @@ class ChatConfig(Frozen):
     timeout_s: Seconds = 10.0
 
 
+class RealtimeConfig(Frozen):
+    """An endpoint of the OpenAI Realtime event protocol."""
+
+    url: str = "wss://api.openai.com/v1/realtime"
+    model: str = "gpt-realtime"
+    voice: str = "marin"
+    transcription_model: str = "gpt-4o-mini-transcribe"
+    api_key_env: str = "OPENAI_API_KEY"
+    connect_timeout_s: Seconds = 10.0
+    reconnects: int = Field(6, ge=0, description="attempts in a row before it is given up")
+
+
 class AgentConfig(Frozen):
-    kind: Literal["local", "external", "none"] = "local"
+    kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
     chat: ChatConfig = ChatConfig()
+    realtime: RealtimeConfig = RealtimeConfig()
     end_of_turn_silence_s: Seconds = 0.5
     barge_in_speech_s: Seconds = Field(0.12, description="user speech that stops the character")
     greet: bool = True

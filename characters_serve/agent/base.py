@@ -1,6 +1,7 @@
 """In: microphone PCM, playout reports. Out: agent speech, transcripts, states. Knows no transport.
 
-What every agent is: `local.py`, an external program (`external.py`), or a realtime API.
+What every agent is: `local.py`, an external program (`external.py`), a realtime API
+(`openai_realtime.py`).
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ _LINGER_MS = 2000
 class Worker:
     """Routes the control channel's messages to the one live session's agent."""
 
-    def __init__(self, link: AsyncControlLink, config: AgentConfig, models: LocalModels) -> None:
+    def __init__(
+        self, link: AsyncControlLink, config: AgentConfig, models: LocalModels | None
+    ) -> None:
         self._link = link
         self._config = config
         self._models = models
@@ -88,13 +90,21 @@ class Worker:
                 log.warning("unexpected %s", type(message).__name__)
 
     async def _start(self, start: AgentStart) -> None:
-        from characters_serve.agent.local import LocalAgent
-
         await self._end()
         self._session_id = start.session_id
         logs.about_session(start.session_id)
-        self._agent = LocalAgent(self._models, self._config, start, self._outgoing.put_nowait)
+        self._agent = self._make(start)
         self._outgoing.put_nowait(await self._agent.open())
+
+    def _make(self, start: AgentStart) -> Agent:
+        emit = self._outgoing.put_nowait
+        if self._models is None:
+            from characters_serve.agent.openai_realtime import RealtimeAgent
+
+            return RealtimeAgent(self._config.realtime, start, emit)
+        from characters_serve.agent.local import LocalAgent
+
+        return LocalAgent(self._models, self._config, start, emit)
 
     async def _end(self) -> None:
         agent, self._agent = self._agent, None
@@ -113,10 +123,14 @@ async def serve(group_dir: Path) -> int:
         everything = Config.model_validate_json((group_dir / "config.json").read_text())
         logs.configure(everything.server.log_format, process=f"{group_dir.name}/agent")
         config = everything.agent
-        from characters_serve.agent.local import load_models
+        models: LocalModels | None = None
+        if config.kind == "openai_realtime":
+            details = dict.fromkeys(("listener", "voice"), config.realtime.model)
+        else:
+            from characters_serve.agent.local import load_models
 
-        models = load_models(config)
-        details = {"listener": models.ears.description, "voice": models.voice.description}
+            models = load_models(config)
+            details = {"listener": models.ears.description, "voice": models.voice.description}
         log.info("%(listener)s listens; %(voice)s speaks", details)
         await link.ready(details)
         await Worker(link, config, models).run()
