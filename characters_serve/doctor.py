@@ -147,7 +147,7 @@ def _listener(agent: AgentConfig) -> Finding:
 
     missing = ""
     if importlib.util.find_spec("faster_whisper") is None:
-        missing = "faster-whisper is not installed"
+        missing = "faster-whisper is not installed (pip install -e '.[whisper]')"
     elif find_model(agent.whisper_model, os.environ) is None:
         missing = f"there is no model in agent.whisper_model or {MODEL_ENV}"
     if agent.recogniser == "pocketsphinx":

@@ -1,7 +1,8 @@
 """In: 16 kHz int16 PCM of one turn. Out: its words, by whisper. Knows no turns.
 
-faster-whisper with tiny.en, int8, one thread: 150-600 ms after the end of a turn beside a busy
-server, whatever the turn's length; nearly every word right.
+faster-whisper with tiny.en, int8, one thread: nearly every word right. On two cores that the server
+and a browser fill, the words come 0.8 s after the first pause, whatever the turn's length: answers
+begin 0.75 s later than with pocketsphinx, and no more pictures are held.
 """
 
 from __future__ import annotations
