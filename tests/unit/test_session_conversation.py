@@ -146,10 +146,13 @@ def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> 
     rig.run(1)
     rig.talk.agent(UserSpeech("s", True, False), rig.now_s)
     rig.run(1)
+    rig.talk.stamp("step", rig.now_s)  # of what was said before
     rig.talk.agent(UserSpeech("s", False, False), rig.now_s)  # its silence took 500 ms
     rig.run(0.1)
     rig.talk.agent(TurnTiming("s", 1, {"end_of_turn": 500.0, "first_audio": 600.0}), rig.now_s)
     rig.speak(1, 1.0)
+    rig.talk.stamp("step", rig.now_s + 0.05)
+    rig.talk.stamp("step", rig.now_s + 0.2)  # the second of the same answer
     rig.run(1)
     observed = rig.counters.take().observations
     latencies = observed["turn_latency_ms"]
@@ -158,6 +161,8 @@ def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> 
     assert len(latencies) == 1 and 600 < latencies[0] < 600 + 350
     data = rig.events("metrics")[0]["data"]
     assert data["turn"]["first_audio"] == 600.0 and data["turn"]["voice"] > 600
+    assert data["turn"]["queued"] == pytest.approx(600, abs=1)
+    assert data["turn"]["step"] == pytest.approx(650, abs=1)
     rig.speak(2, 1.0)
     rig.run(1)
     assert "turn_latency_ms" not in rig.counters.take().observations
