@@ -1,7 +1,7 @@
 """The contract between a parent and the processes it starts.
 
-A child is Ready or Failed by a deadline, answers pings, acknowledges Shutdown; then it is
-terminated, then killed. A child whose parent dies is killed by the kernel. `ChildProcess` is the
+A child is Ready or Failed by a deadline, answers pings, acknowledges Shutdown and leaves; one that
+does not is killed. A child whose parent dies is killed by the kernel. `ChildProcess` is the
 parent's side, `ControlLink` the child's; both speak over one `pair` channel that the parent binds.
 """
 
@@ -99,7 +99,7 @@ class ChildProcess:
         await self._channel.send(message)
 
     async def stop(self, reason: str, timeout_s: float) -> None:
-        """Shutdown, acknowledgement, exit; what does not answer in time is terminated, killed."""
+        """Shutdown, acknowledgement, exit; what does not answer in time is killed."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             await self._channel.send(Shutdown(reason))
@@ -107,12 +107,7 @@ class ChildProcess:
                 await asyncio.wait_for(self._acknowledged.wait(), timeout_s)
                 await asyncio.wait_for(self._process.wait(), timeout_s)
             except TimeoutError:
-                log.warning("%s did not stop in %g s; terminating it", self.name, timeout_s)
-                self._process.terminate()
-                try:
-                    await asyncio.wait_for(self._process.wait(), timeout_s)
-                except TimeoutError:
-                    log.warning("%s ignored SIGTERM; killing it", self.name)
+                log.warning("%s did not stop in %g s; killing it", self.name, timeout_s)
         await self.kill()
 
     async def kill(self) -> None:
@@ -183,8 +178,10 @@ class ChildProcess:
 
 def _prepare_child(nice: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A terminal's Ctrl-C reaches the whole process group; the parent decides when a child ends.
+    # A terminal's Ctrl-C and a service manager's SIGTERM reach every process at once; the parent
+    # decides when a child ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if nice:
         os.nice(nice)
 

@@ -358,8 +358,10 @@ class Host:
 
 async def _main(config: Config, group_dir: Path) -> int:
     loop = asyncio.get_running_loop()
-    # The parent decides when a group ends; a terminal's Ctrl-C reaches it too.
-    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    # The parent decides when a group ends; what a terminal or a service manager sends to every
+    # process reaches it too. uvloop, which the parent runs on, resets what is ignored at exec.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: None)
     host = Host(config, group_dir)
     logs.about(host.about)
     return await host.run()
