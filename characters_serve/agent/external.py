@@ -141,6 +141,8 @@ class ExternalAgent:
         self._end()
 
     def text(self, raw: str) -> None:
+        if not self.connected:
+            return
         try:
             frame = _FRAMES.validate_json(raw)
         except ValidationError as error:
@@ -170,6 +172,8 @@ class ExternalAgent:
                 self._emit(UserSpeech(self._session_id, speaking=False, barge_in=False))
 
     def pcm(self, data: bytes) -> None:
+        if not self.connected:
+            return
         if self._format is None:
             if not self._unformatted:
                 self._unformatted = True
