@@ -68,7 +68,7 @@ async def server(
     assert process.stdout is not None
     running = Server(process, run_dir)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             first = (await process.stdout.readline()).decode()
             found = re.search(r"http://\S+:\d+", first)
             assert found is not None, first

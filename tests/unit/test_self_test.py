@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig
 from characters_serve.messages import StartCharacter, StepInput, VideoChunk
-from characters_serve.processes import ChildFailed
 from characters_serve.session import self_test
+from characters_serve.session.host import Host
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
 from tests.unit.session_rig import HostParent, until
 
@@ -104,19 +102,16 @@ async def test_an_engine_that_is_too_slow_serves_and_says_so(tmp_path: Path) -> 
 
 
 async def test_an_engine_that_dies_in_the_self_test_is_a_failure_with_its_reason(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = HostParent(tmp_path, CONFIG)
-    start = asyncio.create_task(host.start())
-    await until(lambda: bool(host.others), 30)
-    for entry in Path("/proc").iterdir():
-        command = entry / "cmdline"
-        if (
-            entry.name.isdigit()
-            and command.exists()
-            and b"engine.pattern" in command.read_bytes()
-            and bytes(tmp_path) in command.read_bytes()
-        ):
-            os.kill(int(entry.name), signal.SIGKILL)
-    with pytest.raises(ChildFailed, match="self-test: pattern exited with code -9"):
-        await start
+    host = Host(CONFIG, tmp_path)
+    children = host._children
+    monkeypatch.setattr(host, "_children", InventedEngine(0.1))
+    warming = asyncio.create_task(host._warm_up())
+    await asyncio.sleep(0.01)
+    assert not warming.done(), "no chunk has come"
+    host._fault("pattern exited with code -9")
+    with pytest.raises(SelfTestFailed, match="self-test: pattern exited with code -9"):
+        await warming
+    await children.kill()
+    host._link.channel.close()
