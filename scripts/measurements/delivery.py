@@ -140,6 +140,7 @@ async def cycles(server: Server, count: int) -> dict[str, Any]:
         "join_s_worst": round(max(joins_s), 3),
         "host_first": states[3],
         "host_last": states[-1],
+        "host_rss_mb": [state["rss_mb"] for state in states],
     }
 
 
