@@ -180,8 +180,10 @@ def _sessions_key(server: ServerConfig) -> Finding:
     if os.environ.get(server.api_key_env):
         return Finding("server key", f"{server.api_key_env} is set: creating a session needs it")
     local = server.host in ("localhost", "::1") or server.host.startswith("127.")
-    words = f"{server.api_key_env} is not set: who reaches the address may create sessions"
-    return Finding("server key", words, local)
+    if local or server.allow_keyless:
+        words = f"{server.api_key_env} is not set: who reaches the address may create sessions"
+        return Finding("server key", words)
+    return Finding("server key", f"{server.api_key_env} is not set: serve will refuse", False)
 
 
 def _weights(config: Config) -> Finding:
