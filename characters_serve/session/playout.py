@@ -37,12 +37,12 @@ AUDIBLE: Final = 328  # 1 % of full scale
 LATENCIES_KEPT: Final = 32  # five seconds
 LATENCIES_NEEDED: Final = 8
 # An idle hold is one picture shown a little longer. The margin over the engine's usual latency
-# rises with each and falls while there are none: where latencies vary, one hold a minute.
+# rises with each and falls while there are none: where latencies vary, two holds a minute.
 USUAL_SHARE: Final = 0.9
 MIN_MARGIN_S: Final = 0.02
 FIRST_MARGIN_S: Final = 0.04
-MARGIN_RISE_S: Final = 0.03
-MARGIN_FALL_PER_S: Final = 0.0005
+MARGIN_RISE_S: Final = 0.02
+MARGIN_FALL_PER_S: Final = 0.0007
 
 _CUT_FADE: Final = np.linspace(1.0, 0.0, CUT_FADE_SAMPLES, dtype=np.float32)
 _MUTE_FADE: Final = np.zeros(PACKET_SAMPLES, np.float32)
