@@ -142,6 +142,7 @@ def test_a_hundred_thousand_events_lose_no_group_and_give_none_twice() -> None:
     pool, groups = ready_pool(8), [f"g{index}" for index in range(8)]
     held: dict[str, Lease] = {}
     old: deque[Lease] = deque(maxlen=200)
+    released: set[Lease] = set()
     now_s, served = 0.0, 0
     for event in range(100_000):
         now_s += chance.expovariate(1.0)
@@ -163,10 +164,12 @@ def test_a_hundred_thousand_events_lose_no_group_and_give_none_twice() -> None:
                     assert held[lease.group_id] == lease
             case 2 if lease is not None:
                 if pool.release(lease):
-                    assert held[lease.group_id] == lease
+                    assert held[lease.group_id] == lease and lease not in released
+                    released.add(lease)
             case 3 if lease is not None:
                 if pool.reset_done(lease):
                     assert held.pop(lease.group_id) == lease
+                    assert lease in released, "free before it was cleaned"
             case 4:
                 assert pool.fail(group_id, "died") == held.pop(group_id, None)
             case 5 if pool.state_of(group_id) == "unhealthy":
@@ -177,6 +180,7 @@ def test_a_hundred_thousand_events_lose_no_group_and_give_none_twice() -> None:
             case 7:
                 for expired in pool.expired(now_s):
                     assert held[expired.group_id] == expired and pool.release(expired)
+                    released.add(expired)
         counts = pool.counts()
         assert sum(counts.values()) == len(groups)
         assert counts["reserved"] + counts["live"] + counts["resetting"] == len(held)
