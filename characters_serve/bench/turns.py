@@ -135,7 +135,8 @@ def write_microphone(path: Path, turns: int) -> list[tuple[str, float]]:
 @contextmanager
 def serving(folder: Path, overrides: list[str]) -> Iterator[tuple[str, psutil.Process]]:
     """A server of this code on a free port: its address and its process."""
-    settings = ["server.port=0", f"server.run_dir={folder}", "agent.greet=false", *overrides]
+    own = ["server.port=0", f"server.run_dir={folder}", "server.drain_s=0", "agent.greet=false"]
+    settings = [*own, *overrides]
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -124,6 +124,7 @@ def running_server(run_dir: Path, *settings: str) -> Iterator[Server]:
         f"server.run_dir={run_dir}",
         "server.sessions_per_minute=100000",
         "fleet.stop_timeout_s=3",
+        "server.drain_s=1",
         *settings,
     )
     log = run_dir / "log.txt"
