@@ -142,7 +142,7 @@ def _espeak() -> str:
 def _listener(agent: AgentConfig) -> Finding:
     subject = "speech recognition"
     if agent.kind != "local":
-        return Finding(subject, f"off (agent.kind is {agent.kind})")
+        return Finding(subject, f"not done here (agent.kind is {agent.kind})")
     from characters_serve.agent.whisper_ears import MODEL_ENV, find_model
 
     missing = ""
@@ -159,6 +159,12 @@ def _listener(agent: AgentConfig) -> Finding:
 
 
 def _replies(agent: AgentConfig) -> Finding:
+    if agent.kind == "openai_realtime":
+        keyed = bool(os.environ.get(agent.realtime.api_key_env))
+        key = "with" if keyed else "without"
+        return Finding("replies", f"{agent.realtime.model} at {agent.realtime.url}, {key} a key")
+    if agent.kind != "local":
+        return Finding("replies", f"not made here (agent.kind is {agent.kind})")
     if agent.chat.base_url is None:
         return Finding("replies", "the character's script, on this machine")
     keyed = bool(os.environ.get(agent.chat.api_key_env))
