@@ -41,6 +41,7 @@ LATENCIES_NEEDED: Final = 8
 USUAL_SHARE: Final = 0.9
 MIN_MARGIN_S: Final = 0.02
 FIRST_MARGIN_S: Final = 0.04
+MAX_MARGIN_S: Final = 0.08
 MARGIN_RISE_S: Final = 0.02
 MARGIN_FALL_PER_S: Final = 0.0007
 
@@ -286,7 +287,7 @@ class Playout:
         tail[:] = tail * _CUT_FADE
         self._calm_since_slot = number
         if not self.in_speech:
-            self._margin_s = min(self._chunk_s, self._margin_s + MARGIN_RISE_S)
+            self._margin_s = min(MAX_MARGIN_S, self._margin_s + MARGIN_RISE_S)
             return
         self._recent_underruns.append(number)
         while self._recent_underruns[0] < number - RAISE_WINDOW_S * self._fps:
