@@ -1,4 +1,4 @@
-"""Contact sheets and loss curves of a training run, as PNG."""
+"""Contact sheets of a training run, as PNG."""
 
 from __future__ import annotations
 
@@ -19,21 +19,3 @@ def save_sheet(pictures: Tensor, path: Path, columns: int) -> None:
         sheet[:, y : y + height, x : x + width] = picture
     eight_bit = (sheet.clamp(0, 1) * 255).round().byte()
     Image.fromarray(eight_bit.permute(1, 2, 0).contiguous().numpy()).save(path)
-
-
-def save_curves(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
-    """curves: name -> (seconds, loss) pairs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for name, points in curves.items():
-        axes.plot([x for x, _ in points], [y for _, y in points], label=name)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("loss")
-    axes.set_yscale("log")
-    axes.legend()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    pyplot.close(figure)
