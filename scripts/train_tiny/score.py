@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--window-seconds", type=int, default=8)
     parser.add_argument("--passes", type=int, default=4)
     options = parser.parse_args()
+    options.run.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = ModelConfig(weights=str(options.weights))
     source = ClipSource(options.data, model, device)
@@ -53,7 +54,6 @@ def main() -> None:
         passes=options.passes,
         window_seconds=options.window_seconds,
     )
-    options.run.mkdir(parents=True, exist_ok=True)
     (options.run / f"score-{options.passes}.json").write_text(json.dumps(score, indent=1))
     say(json.dumps(score, indent=1))
 
