@@ -114,7 +114,8 @@ def _score_window(
         totals.setdefault("colour_drift", []).append(float(colour.abs().mean() * 255))
         reads.append(reader(mouth_crops(one, made))[:, 0])
         truths.append(one.controls[0, :, _OPEN])
-        per_character.append(correlation(reads[-1], truths[-1]))
+        if truths[-1].std() > 0.01:  # undefined for who is silent all the while
+            per_character.append(correlation(reads[-1], truths[-1]))
         if i < 5:
             moving = truths[-1][: len(truths[-1]) - 8].unfold(0, 8, 1).std(1)
             at = int(moving.argmax())
@@ -131,8 +132,9 @@ def _score_window(
     still = (torch.nn.functional.max_pool1d(truth_open[:, None], 7, 1, 3) < 0.03)[:, 0]
     score: dict[str, Any] = {k: round(sum(v) / len(v), 3) for k, v in totals.items()}
     score["mouth_correlation_by_lag"] = lags
-    score["mouth_correlation_mean"] = round(sum(per_character) / len(per_character), 3)
-    score["mouth_correlation_worst"] = round(min(per_character), 3)
+    if per_character:
+        score["mouth_correlation_mean"] = round(sum(per_character) / len(per_character), 3)
+        score["mouth_correlation_worst"] = round(min(per_character), 3)
     if still.any():
         score["closed_in_silence"] = round(float((read[still] < 0.15).float().mean()), 4)
         score["opening_in_silence"] = round(float(read[still].mean()), 4)
