@@ -9,26 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from characters_serve.config import ModelConfig, Optimizations, load_config
+from characters_serve.config import Optimizations, load_config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import make_cache
 from characters_serve.model.weights import load_generator
+from tests.unit.small_model import SMALL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = ModelConfig(
-    name="small",
-    weights="synthetic",
-    width=128,
-    height=64,
-    dim=64,
-    num_blocks=2,
-    num_heads=2,
-    head_dim=32,
-    mlp_dim=96,
-    adaln_rank=16,
-    rope_split=(12, 10, 10),
-)
 FAST = Optimizations()
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False, precomputed_modulation=False)
 

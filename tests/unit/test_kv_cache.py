@@ -29,22 +29,9 @@ from characters_serve.model.kv_cache import (
 )
 from characters_serve.model.rope import rotary_positions, rotate
 from characters_serve.model.weights import load_generator
+from tests.unit import small_model
 
-SMALL = ModelConfig(
-    name="small",
-    weights="synthetic",
-    width=128,
-    height=64,
-    dim=64,
-    num_blocks=2,
-    num_heads=2,
-    head_dim=32,
-    mlp_dim=96,
-    adaln_rank=16,
-    rope_split=(12, 10, 10),
-    prompt_slots=3,
-    prompt_dim=16,
-)
+SMALL = ModelConfig(**{**small_model.SMALL.model_dump(), "prompt_slots": 3, "prompt_dim": 16})
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False)
 SHIFTED = Optimizations(write_time_rope=True, ring_cache=False)
 RING = Optimizations(write_time_rope=True, ring_cache=True)

@@ -9,28 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from characters_serve.config import ModelConfig
 from characters_serve.model.weights import (
     WeightsError,
     load_decoder,
     load_generator,
     save_network,
 )
+from tests.unit.small_model import SMALL
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(
-    name="small",
-    weights="synthetic",
-    width=128,
-    height=64,
-    dim=64,
-    num_blocks=2,
-    num_heads=2,
-    head_dim=32,
-    mlp_dim=96,
-    adaln_rank=16,
-    rope_split=(12, 10, 10),
-)
 # Half of fp16's spacing relative to a value, and of its smallest step.
 FP16_RTOL, FP16_ATOL = 2.0**-11, 2.0**-25
 
