@@ -19,14 +19,12 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -38,6 +36,7 @@ from aiortc.contrib.media import MediaPlayer
 from aiortc.mediastreams import AudioStreamTrack, MediaStreamError
 from aiortc.rtp import RtcpSrPacket, RtpPacket
 
+from characters_serve.bench.origin import commit
 from characters_serve.engine.pattern import read_counter, read_flash
 
 Kind = Literal["audio", "video"]
@@ -464,13 +463,8 @@ async def measure(
 
 def origin() -> dict[str, Any]:
     """What every result carries: where, when and of which code."""
-    where = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = "unknown"
     return {
-        "commit": commit,
+        "commit": commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

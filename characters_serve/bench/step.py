@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from characters_serve.bench.origin import commit
 from characters_serve.config import Config, load_config
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
@@ -100,15 +100,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-
-
-def commit() -> str:
-    """The commit of the code being measured, marked where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def main() -> int:

@@ -34,7 +34,8 @@ import numpy as np
 import psutil
 import torch
 
-from characters_serve.bench.step import commit, device_name
+from characters_serve.bench.origin import commit
+from characters_serve.bench.step import device_name
 
 QUESTIONS: Final = (
     "What is your name?",
