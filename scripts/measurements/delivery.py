@@ -54,7 +54,7 @@ async def one_network(server: Server, conditions: Conditions, seconds: float) ->
             "second_half": asdict(Figures.of(samples[len(samples) // 2 :])),
             "datagrams_dropped": watcher.relay.down.dropped,
             "datagrams_carried": watcher.relay.down.carried,
-            "cores_of_others": round(watcher.cores_of_others, 2),
+            "cores_of_others": round(watcher.others.cores, 2),
         }
 
 
@@ -79,7 +79,7 @@ async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
         return {
             "back_after_s": back_s,
             "then": asdict(Figures.of(after)),
-            "cores_of_others": round(watcher.cores_of_others, 2),
+            "cores_of_others": round(watcher.others.cores, 2),
         }
 
 

@@ -37,6 +37,7 @@ READY_S = 90.0
 STOP_S = 20.0
 FREE_S = 40.0
 LIVE_S = 20.0
+OTHERS_CORES = 0.3
 
 FLAGS = (
     "--autoplay-policy=no-user-gesture-required",
@@ -179,6 +180,29 @@ def cpu_s() -> tuple[float, float]:
             used = process.cpu_times()
             ours += used.user + used.system
     return ours, busy - ours
+
+
+class Others:
+    """What other programs take of this machine, from now on.
+
+    Ask while all that the test started still runs: the time of what has ended is nobody's.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._spent_s = cpu_s()[1]
+
+    @property
+    def cores(self) -> float:
+        return (cpu_s()[1] - self._spent_s) / (time.monotonic() - self._began_s)
+
+    def can_judge(self, measure: Measure) -> bool:
+        """Whether they left enough of it for figures that speak of the server."""
+        cores = self.cores
+        measure("cores_of_others", round(cores, 2))
+        if cores >= OTHERS_CORES:
+            measure("figures", "not judged: other programs keep this machine busy")
+        return cores < OTHERS_CORES
 
 
 class Tab:
