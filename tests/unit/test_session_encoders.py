@@ -28,7 +28,6 @@ from characters_serve.session.clock import MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
 from characters_serve.session.rate import RateBounds, RateControl
 from characters_serve.session.rtcp_clock import (
-    HISTORY_PACKETS,
     adopt_sender,
     shorten_jitter_buffer,
 )
