@@ -185,6 +185,14 @@ class Optimizations(Frozen):
         return self
 
 
+class PatternConfig(Frozen):
+    """The engine whose pace the pattern keeps; 0 ms answers at once."""
+
+    step_ms: float = Field(0.0, ge=0, le=5000)
+    long_step_ms: float = Field(0.0, ge=0, le=5000, description="of each long_step_every-th step")
+    long_step_every: Positive = 42
+
+
 class EngineConfig(Frozen):
     """The group's compute: a diffusion model, or the flash-and-beep pattern that needs none."""
 
@@ -195,6 +203,7 @@ class EngineConfig(Frozen):
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
+    pattern: PatternConfig = PatternConfig()
 
 
 class DeliveryConfig(Frozen):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -178,6 +181,31 @@ async def test_twenty_sessions_leave_nothing(host: HostParent) -> None:
         if number == 4:
             baseline = await footprint(host, pid)
     assert np.max(np.subtract(await footprint(host, pid), baseline)) <= 1
+
+
+def test_pictures_that_are_gone_leave_no_holes_in_the_heap() -> None:
+    """In a process of its own: what malloc is told, it is told for good."""
+    script = """
+import ctypes
+from characters_serve.session.host import give_back_large_buffers
+
+class Mallinfo2(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Mallinfo2
+give_back_large_buffers()
+bytearray(16 << 20)  # freed at once: glibc would now keep all that is smaller
+before = mallinfo2().arena
+pictures = [bytearray(384 * 256 * 3 // 2) for _ in range(100)]
+grown = mallinfo2().arena - before
+assert grown < 1 << 20, grown
+"""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("glibc 2.33 or newer tells what its heap holds")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 async def test_an_engine_that_dies_fails_the_session_and_ends_the_group(tmp_path: Path) -> None:

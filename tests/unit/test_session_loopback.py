@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+from aiortc import RTCPeerConnection
 from aiortc.rtp import RTCP_PSFB_PLI, RtcpPacket, RtcpPsfbPacket, RtcpSrPacket, RtpPacket, is_rtcp
 
 from characters_serve.config import DeliveryConfig, ModelConfig
@@ -18,11 +20,13 @@ from characters_serve.engine.pattern import pattern_chunk, read_counter
 from characters_serve.messages import StepInput
 from characters_serve.session import peer, rtcp_clock, tracks
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
-from characters_serve.session.encoders import VIDEO_CLOCK
+from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder
 from characters_serve.session.events import MAX_MESSAGES_PER_S
+from characters_serve.session.microphone import Microphone
 from characters_serve.session.offer import check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
+from characters_serve.session.rtcp_clock import MediaSender
 from characters_serve.session.tracks import Delivery
 from tests.unit.session_rig import Browser, HandClock, until
 
@@ -284,6 +288,24 @@ async def test_a_slow_encoder_gets_the_picture_of_now(monkeypatch: pytest.Monkey
     engine.cancel()
     await loop.peer.close()
     await loop.browser.close()
+
+
+async def test_a_closed_connection_leaves_no_object() -> None:
+    kinds = (Peer, Delivery, Playout, MediaSender, VideoEncoder, RTCPeerConnection, Microphone)
+
+    def alive() -> list[object]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) in kinds]
+
+    async def come_and_go() -> None:
+        async with running() as loop:
+            await until(lambda: len(loop.browser.pictures) > 2 and len(loop.heard) > 2)
+            assert len(alive()) >= before + 5
+
+    before = len(alive())
+    await come_and_go()
+    await asyncio.sleep(0.05)
+    assert len(alive()) == before
 
 
 async def test_a_client_that_never_comes_is_given_up() -> None:
