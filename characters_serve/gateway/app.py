@@ -151,6 +151,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     async def patch_candidates(session_id: str, request: Request) -> Response:
         """Accepted and left unused: the browser's address is learnt from its own checks."""
         session = gateway.session(session_id, bearer(request.headers))
+        gateway.sessions.check_open(session)
         if media_type_of(request) not in PATCH_TYPES:
             raise unsupported(", ".join(PATCH_TYPES), header="Accept-Patch")
         fragment = text_of(await read_body(request, MAX_SDP_BYTES, field="sdp"))

@@ -178,11 +178,11 @@ class Sessions:
             return group, await group.open_external(session.session_id, takeover, receive)
 
     async def interrupt(self, session: Session) -> None:
-        self._check_open(session)
+        self.check_open(session)
         await self._fleet.group(session.lease).interrupt(session.session_id)
 
     async def say(self, session: Session, text: str) -> None:
-        self._check_open(session)
+        self.check_open(session)
         await self._fleet.group(session.lease).say(session.session_id, text)
 
     def end(self, session: Session, reason: str) -> None:
@@ -291,9 +291,10 @@ class Sessions:
                     await session.moved.wait()
         except TimeoutError:
             raise RequestRefused(409, "the character is still being prepared") from None
-        self._check_open(session)
+        self.check_open(session)
 
-    def _check_open(self, session: Session) -> None:
+    def check_open(self, session: Session) -> None:
+        """Raises SessionOver once it has ended."""
         if session.over:
             raise SessionOver(session.reason)
 

@@ -482,6 +482,8 @@ async def test_candidates_are_accepted_and_an_ice_restart_is_not(api: Api) -> No
         assert response.status_code == status
     response = await api.http.patch(location, content="x", headers=secret_of(session))
     problem(response, 415, "Content-Type")
+    await api.http.delete(location, headers=headers)
+    problem(await api.http.patch(location, content="a=ice-ufrag:abcd\r\n", headers=headers), 410)
 
 
 @pytest.mark.parametrize(
