@@ -7,6 +7,7 @@ built.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -216,6 +217,20 @@ class DeliveryConfig(Frozen):
     video_max_kbps: Positive = 3000
     audio_kbps: Positive = 48
     ice_timeout_s: Seconds = 15.0
+    public_address: str | None = Field(None, description="what clients reach, behind a 1:1 NAT")
+    udp_ports: tuple[int, int] | None = Field(None, description="first and last; else any port")
+
+    @field_validator("public_address")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        return None if address is None else str(ipaddress.ip_address(address))
+
+    @field_validator("udp_ports")
+    @classmethod
+    def _is_a_range(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 1024 <= ports[0] <= ports[1] <= 65_535:
+            raise ValueError("the first and last port must lie between 1024 and 65535, in order")
+        return ports
 
     @model_validator(mode="after")
     def _rates_are_ordered(self) -> DeliveryConfig:

@@ -49,6 +49,7 @@ from characters_serve.processes import AsyncControlLink, ChildFailed
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.external_link import ExternalLink
+from characters_serve.session.ice import NoPortFree
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
@@ -203,6 +204,9 @@ class Host:
                     return Refused(number, 400, str(error))
                 except OfferConflict as error:
                     return Refused(number, 409, str(error))
+                except NoPortFree as error:
+                    log.error("%s (delivery.udp_ports)", error)
+                    return Refused(number, 503, str(error))
                 return Answer(number, request.session_id, sdp)
             case Interrupt():
                 session.interrupt()

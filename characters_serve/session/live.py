@@ -30,6 +30,7 @@ from characters_serve.session.events import (
     parse_ping,
     pong,
 )
+from characters_serve.session.ice import NoPortFree
 from characters_serve.session.lifecycle import (
     Changed,
     EndingSoon,
@@ -137,7 +138,10 @@ class LiveSession:
     # ------------------------------------------------------------ the client's connection
 
     async def offer(self, sdp: str, takeover: bool) -> str:
-        """Answers an offer; raises OfferRefused or OfferConflict and leaves a live peer alone."""
+        """Answers an offer; raises OfferRefused, OfferConflict or NoPortFree.
+
+        What is refused before it is tried leaves a live peer alone.
+        """
         async with self._offers:
             if self._closed:
                 raise OfferConflict("the session is ending")
@@ -160,6 +164,9 @@ class LiveSession:
                 return await peer.answer(checked)
             except OfferRefused:
                 self._counters.count("offers_refused_total")
+                self._peer = None
+                raise
+            except NoPortFree:
                 self._peer = None
                 raise
 

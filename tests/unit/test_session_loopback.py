@@ -38,6 +38,8 @@ class Loop:
     """A server peer and a browser peer, connected; every packet that leaves the server is kept."""
 
     codec: Literal["vp8", "h264"] = "vp8"
+    udp_ports: tuple[int, int] | None = None
+    public_address: str | None = None
     wire: list[bytes] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     heard: list[bytes] = field(default_factory=list)
@@ -59,7 +61,11 @@ class Loop:
             self.clock, self.playout, MODEL.width, MODEL.height, self.wanted.set
         )
         self.peer = Peer(
-            DeliveryConfig(video_codec=self.codec),
+            DeliveryConfig(
+                video_codec=self.codec,
+                udp_ports=self.udp_ports,
+                public_address=self.public_address,
+            ),
             self.delivery,
             PeerCallbacks(
                 on_connected=self.connected.set,
