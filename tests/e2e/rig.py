@@ -341,8 +341,9 @@ async def new_tab(
     hears: bool = False,
     dark: bool = False,
     size: ViewportSize | None = None,
+    before: str = "",
 ) -> Tab:
-    """A tab of its own context, with the probe in it and the page loaded.
+    """A tab of its own context, with the probe in it and the page loaded; `before` runs first.
 
     The probe's ears are an audio worklet, which the page's content policy forbids: without `hears`
     the policy holds.
@@ -352,6 +353,8 @@ async def new_tab(
         color_scheme="dark" if dark else "light",
         viewport=size or ViewportSize(width=1280, height=800),
     )
+    if before:
+        await context.add_init_script(before)
     meter = json.dumps((HERE / "probe_worklet.js").read_text())
     await context.add_init_script(f"window.probeMeter = {meter};")
     await context.add_init_script(path=HERE / "probe.js")
