@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from characters_serve.bench.session import Viewer, origin
+from characters_serve.bench.session import Viewer, origin, summary
 from tests.e2e.rig import Others, Server, browser, new_tab, running_server
 from tests.e2e.watching import Figures, Sample, watching
 from tests.relay import CLEAN, Conditions
@@ -42,12 +42,13 @@ NETWORKS: dict[str, Conditions] = {
     "600 kbit/s": Conditions(delay_s=0.02, kbps=600),
     "100 +- 30 ms": Conditions(delay_s=0.1, jitter_s=0.03),
 }
-BLACKOUTS_S = (3, 10)
+BLACKOUTS_S = (3, 10, 40)
 STALL_EVERY_S = 5.0
 FIRST_S = 10.0
 SAMPLE_S = 10.0
 SETTLING_S = 60.0
 QUIET = ("engine.kind=pattern", "agent.kind=none")
+PRODUCTION_RATES = ("delivery.video_start_kbps=1500", "delivery.video_max_kbps=4000")
 ENDLESS = ("session.max_duration_s=100000", "session.idle_timeout_s=100000")
 
 
@@ -64,10 +65,21 @@ async def one_network(server: Server, conditions: Conditions, seconds: float) ->
 
 
 async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
+    """How soon the pictures are back; or, beyond the grace period, how soon the page gives up."""
     async with watching(server, Conditions(delay_s=0.02)) as watcher:
         await watcher.watch(3)
         watcher.relay.set(Conditions(blackout=True))
-        await asyncio.sleep(blackout_s)
+        dark_s = time.monotonic()
+        while (waited_s := time.monotonic() - dark_s) < blackout_s:
+            if await watcher.tab.page.get_attribute("body", "data-phase") == "idle":
+                told = await watcher.tab.page.get_by_test_id("error").inner_text()
+                freed_s = await asyncio.to_thread(server.seconds_until_free, 30)
+                return {
+                    "given_up_after_s": round(waited_s, 1),
+                    "told": told,
+                    "seat_free_after_s": round(waited_s + freed_s, 1),
+                }
+            await asyncio.sleep(0.1)
         watcher.relay.set(Conditions(delay_s=0.02))
         began_s = time.monotonic()
         back_s = None
@@ -120,6 +132,42 @@ def host_state(server: Server) -> dict[str, float]:
         "threads": server.host.num_threads(),
         "tasks": float(tasks[1]) if tasks else -1,
     }
+
+
+async def cores(seconds: float, folder: Path) -> dict[str, Any]:
+    """What one host takes of the processor at the production picture's size."""
+    results: dict[str, Any] = {}
+    for codec in ("vp8", "h264"):
+        size = ("model.width=1088", "model.height=704", f"delivery.video_codec={codec}")
+        with running_server(folder / codec, *QUIET, *size, *PRODUCTION_RATES) as server:
+            results[codec] = await one_size(server, seconds)
+    return results
+
+
+async def one_size(server: Server, seconds: float) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        viewer = Viewer(http)
+        try:
+            await viewer.join()
+            await asyncio.sleep(3)
+            before, began_s, others = thread_times_s(server), time.monotonic(), Others()
+            await asyncio.sleep(seconds)
+            after, elapsed_s = thread_times_s(server), time.monotonic() - began_s
+            cores_of_others = others.cores
+        finally:
+            await viewer.leave()
+    used = {thread: (after[thread] - before.get(thread, 0.0)) / elapsed_s for thread in after}
+    loop = used.pop(server.host.pid)
+    return {
+        "viewer": summary(viewer.seen),
+        "cores_of_the_loop": round(loop, 3),  # sockets, encryption, pacing
+        "cores_of_its_encoder": round(sum(used.values()), 3),
+        "cores_of_others": round(cores_of_others, 2),
+    }
+
+
+def thread_times_s(server: Server) -> dict[int, float]:
+    return {each.id: each.user_time + each.system_time for each in server.host.threads()}
 
 
 async def cycles(count: int, folder: Path) -> dict[str, Any]:
@@ -277,18 +325,19 @@ async def soaks(seconds: float, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures delivery over bad networks.")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of each network")
-    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each network")
+    parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
-    parser.add_argument("--only", choices=("networks", "cycles", "soak"), action="append")
+    parser.add_argument("--only", choices=("networks", "cores", "cycles", "soak"), action="append")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    wanted = options.only or ["networks", "cycles"]
+    wanted = options.only or ["networks", "cores", "cycles"]
     command = shlex.join(["python", "-m", "scripts.measurements.delivery", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "networks": lambda: networks(options.seconds, folder),
+            "cores": lambda: cores(options.seconds, folder),
             "cycles": lambda: cycles(options.cycles, folder),
             "soak": lambda: soaks(60 * options.minutes, folder),
         }
