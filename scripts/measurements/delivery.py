@@ -26,6 +26,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from playwright.async_api import ViewportSize
 
 from characters_serve.bench.session import Viewer, origin, summary
 from tests.e2e.rig import Others, Server, browser, new_tab, running_server
@@ -49,6 +50,7 @@ SAMPLE_S = 10.0
 SETTLING_S = 60.0
 QUIET = ("engine.kind=pattern", "agent.kind=none")
 PRODUCTION_RATES = ("delivery.video_start_kbps=1500", "delivery.video_max_kbps=4000")
+SMALL_WINDOW: ViewportSize = {"width": 480, "height": 320}  # a large one costs half a core
 ENDLESS = ("session.max_duration_s=100000", "session.idle_timeout_s=100000")
 
 
@@ -235,7 +237,7 @@ async def soak(server: Server, name: str, kind: SoakKind, seconds: float) -> dic
     browsers: list[Sample] = []
     hosts: list[tuple[float, dict[str, float]]] = []
     async with browser() as launched:
-        tab = await new_tab(launched, server)
+        tab = await new_tab(launched, server, size=SMALL_WINDOW)
         await tab.talk()
         stalling = asyncio.create_task(stalls(server, kind)) if kind.stall_s else None
         others, began_s, used_s = Others(), time.monotonic(), server.cpu_s()

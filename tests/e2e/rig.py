@@ -150,7 +150,8 @@ def running_server(run_dir: Path, *settings: str) -> Iterator[Server]:
         children = server.gateway.children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_S) in (0, -signal.SIGTERM)
-        assert [child for child in children if child.is_running()] == []
+        # The kernel ends what its parent left; on a busy machine that takes a moment.
+        assert psutil.wait_procs(children, timeout=STOP_S)[1] == []
         assert list(run_dir.glob("g*")) == []
     finally:
         if process.poll() is None:
