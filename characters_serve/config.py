@@ -265,6 +265,8 @@ class ServerConfig(Frozen):
     turn_secret_env: str = "CHARACTERS_TURN_SECRET"
     client_secret_ttl_s: Seconds = 120.0
     sessions_per_minute: Positive = Field(60, description="for each client address")
+    queue_size: int = Field(0, ge=0, description="who may wait while all groups are taken")
+    queue_timeout_s: Seconds = Field(300.0, description="the longest that anyone waits in it")
     max_image_bytes: Positive = 10 * 1024 * 1024
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
     drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")

@@ -13,9 +13,10 @@ import pytest
 
 from characters_serve.config import Config, ConfigError, load_config
 from characters_serve.fleet import group as group_module
-from characters_serve.fleet import local
+from characters_serve.fleet import pool as pool_module
+from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import Group, GroupGone, RequestRefused
-from characters_serve.fleet.local import LeaseLost, LocalFleet, next_backoff
+from characters_serve.fleet.local import LocalFleet, LocalHost
 from characters_serve.fleet.pool import Lease
 from characters_serve.messages import HostMetrics, Persona, SessionState
 from characters_serve.processes import ChildFailed
@@ -27,7 +28,7 @@ FAKE_HOST = "tests.fake_host"
 @pytest.fixture(autouse=True)
 def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(local, "FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.05)
 
 
 def fleet_config(run_dir: Path, *overrides: str) -> Config:
@@ -114,7 +115,7 @@ async def test_a_group_serves_a_session_and_leaves_nothing(tmp_path: Path) -> No
     async with running(fleet_config(tmp_path)) as (fleet, heard):
         lease = await leased(fleet)
         group = fleet.group(lease)
-        assert group.folder.is_dir() and (group.folder / "config.json").is_file()
+        assert (tmp_path / lease.group_id / "config.json").is_file()
         assert (await group.offer("s1", "v=0", False)).startswith("v=0")
         await group.interrupt("s1")
         await group.say("s1", "hello")
@@ -249,14 +250,16 @@ async def test_a_host_that_never_starts_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: str, reason: str
 ) -> None:
     monkeypatch.setenv("FAKE_HOST_START", start)
+    config = fleet_config(tmp_path, "engine.ready_timeout_s=3")
     group = Group(
         "g0",
-        fleet_config(tmp_path, "engine.ready_timeout_s=3"),
-        tmp_path,
+        config,
+        lambda on_message, on_exit: LocalHost(
+            "g0", config, tmp_path, on_message, on_exit, host_module=FAKE_HOST
+        ),
         on_state=lambda _state: None,
         on_metrics=lambda _metrics: None,
         on_exit=_never,
-        host_module=FAKE_HOST,
     )
     with pytest.raises(ChildFailed, match=reason):
         await group.start()
@@ -281,12 +284,6 @@ async def test_a_folder_too_long_for_sockets_is_an_error_that_names_the_setting(
     with pytest.raises(ConfigError, match=r"server\.run_dir is too long"):
         async with running(fleet_config(tmp_path / ("d" * 100))):
             raise AssertionError("started")
-
-
-def test_backoff_doubles_to_a_limit_and_starts_over_after_a_steady_life() -> None:
-    assert next_backoff(1.0, 5.0) == 2.0
-    assert next_backoff(25.0, 5.0) == local.LONGEST_BACKOFF_S
-    assert next_backoff(25.0, local.STEADY_S) == local.FIRST_BACKOFF_S
 
 
 async def _never(reason: str) -> None:
