@@ -14,6 +14,7 @@ from characters_serve.channels import endpoint
 from characters_serve.config import Config, ConfigError
 from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.group import HOST_MODULE, Launch
+from characters_serve.fleet.layout import place_all, uniform_host
 from characters_serve.fleet.leftovers import RUN_PREFIX, FolderHold, sweep
 from characters_serve.messages import Message, Ready
 from characters_serve.processes import ChildFailed, ChildProcess
@@ -115,7 +116,22 @@ class LocalFleet(Fleet):
 
     def _launcher(self, group_id: str, index: int) -> Launch:
         assert self._run is not None
-        run_dir = self._run.path
+        run_dir, environment = self._run.path, self._gpus_of(index)
         return lambda on_message, on_exit: LocalHost(
-            group_id, self._config, run_dir, on_message, on_exit, host_module=self._host_module
+            group_id,
+            self._config,
+            run_dir,
+            on_message,
+            on_exit,
+            host_module=self._host_module,
+            environment=environment,
         )
+
+    def _gpus_of(self, index: int) -> dict[str, str]:
+        """What the index-th group sees: its ranks' GPUs, then its decoder's."""
+        fleet = self._config.fleet
+        if not fleet.gpus:
+            return {}
+        host = uniform_host("this machine", fleet.gpus, fleet.nvlink_gpus)
+        placement = place_all([host], self._config.group_shape, fleet.groups)[index]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.gpus))}

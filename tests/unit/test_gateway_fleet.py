@@ -286,6 +286,26 @@ async def test_a_folder_too_long_for_sockets_is_an_error_that_names_the_setting(
             raise AssertionError("started")
 
 
+async def test_each_group_sees_its_own_gpus(tmp_path: Path) -> None:
+    config = fleet_config(tmp_path, "fleet.groups=2", "fleet.gpus=4")
+    async with running(config) as (fleet, heard):
+        await until(lambda: len(heard.ready) == 2)
+        seen = [_environment(fleet.group(await leased(fleet, f"s{n}")).pid) for n in range(2)]
+        assert sorted(each["CUDA_VISIBLE_DEVICES"] for each in seen) == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize("override", ["engine.tensor_parallel=2", "decoder.shared_by=2"])
+async def test_what_is_only_planned_is_not_served(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]):
+        async with running(fleet_config(tmp_path, override)):
+            raise AssertionError("started")
+
+
+def _environment(pid: int | None) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
 async def _never(reason: str) -> None:
     raise AssertionError(reason)
 

@@ -102,14 +102,14 @@ shapes = st.builds(GroupShape, st.integers(1, 5), st.just(True), st.integers(1, 
 fleets = st.lists(st.tuples(st.integers(1, 8), st.sampled_from([2, 4, 8])), min_size=1, max_size=4)
 
 
-@given(
-    fleets, st.lists(st.tuples(st.booleans(), shapes, st.integers(0, 1000)), max_size=60)
-)
+@given(fleets, st.lists(st.tuples(st.booleans(), shapes, st.integers(0, 1000)), max_size=60))
 def test_no_gpu_is_given_twice_and_no_group_lies_in_two_domains(
     fleet: list[tuple[int, int]], acts: list[tuple[bool, GroupShape, int]]
 ) -> None:
     hosts = [uniform_host(f"h{n}", gpus, domain) for n, (gpus, domain) in enumerate(fleet)]
-    domains = {(h.name, gpu): index for h in hosts for index, d in enumerate(h.domains) for gpu in d}
+    domains = {
+        (h.name, gpu): index for h in hosts for index, d in enumerate(h.domains) for gpu in d
+    }
     layout = Layout(hosts)
     placed: list[tuple[Placement, GroupShape]] = []
     for remove, shape, pick in acts:
