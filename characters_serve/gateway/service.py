@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from characters_serve.config import Config
+from characters_serve.config import Config, ConfigError
+from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
 from characters_serve.fleet.queue import WaitingQueue
 from characters_serve.gateway.auth import Authority, Origins
@@ -55,7 +56,7 @@ class Gateway:
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
         self._on_ready = on_ready
-        self.fleet = LocalFleet(
+        self.fleet: Fleet = fleet_class(config)(
             config,
             on_state=lambda lease, state: self.sessions.on_state(lease, state),
             on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
@@ -174,3 +175,16 @@ class Gateway:
         if body.character not in self.characters:
             raise Problem(422, "no such character; see /v1/characters", field="character")
         return self.characters[body.character]
+
+
+def fleet_class(config: Config) -> type[Fleet]:
+    """Where the groups run. Ray is loaded only where it is asked for."""
+    if config.fleet.engine == "local":
+        return LocalFleet
+    try:
+        from characters_serve.fleet.ray import RayFleet
+    except ImportError as error:
+        raise ConfigError(
+            f"fleet.engine=ray needs Ray: pip install 'characters-serve[ray]' ({error})"
+        ) from None
+    return RayFleet
