@@ -46,6 +46,7 @@ let session = null;
 /** Whatever runs only while a session is there: aborted with it. */
 let sessionScope = new AbortController();
 let state = "idle";
+let queuePosition = 0;
 const speaking = { user: false, character: false };
 let endingAtMs = 0;
 let liveSinceMs = 0;
@@ -197,7 +198,8 @@ async function talk({ mic }) {
   await mine.start({ ...source, mic, video: $("video") }).catch(() => {}); // told by `error` and `ended`
 }
 
-function onState({ state: next, reason, inMs }) {
+function onState({ state: next, reason, inMs, queuePosition: position }) {
+  queuePosition = position;
   if (next === "ending") {
     endingAtMs = performance.now() + inMs;
     showNotice({ tone: "info", title: "This conversation is about to end", text: wordsFor(reason, ENDING_WORDS) });
@@ -214,7 +216,7 @@ function onState({ state: next, reason, inMs }) {
     if (!$("stats").hidden) drawStats();
     every(1000, drawStats);
   }
-  if (next === "creating") startedWaitingMs = performance.now();
+  if (next === "creating" || next === "queued") startedWaitingMs = performance.now();
   draw();
   if (next === "live" && !session?.micStream) $("say-text").focus({ preventScroll: true });
 }
@@ -450,12 +452,13 @@ function draw() {
     user: "Listening to you",
     listening: session?.micStream && !session.muted ? "Live. Go ahead, speak" : "Live. Type to talk",
   };
-  setText("state-text", live ? liveWords[speaker] : STATE_WORDS[state]);
-  setText("announce", live ? "Connected" : STATE_WORDS[state]);
+  const words = state === "queued" ? queueWords() : (STATE_WORDS[state] ?? "");
+  setText("state-text", live ? liveWords[speaker] : words);
+  setText("announce", live ? "Connected" : words);
   $("state").dataset.tone = live ? "live" : preparing || state === "reconnecting" ? "busy" : "calm";
 
   show("progress", preparing || state === "reconnecting");
-  setText("progress-title", STATE_WORDS[state] ?? "");
+  setText("progress-title", words);
   show("steps", preparing);
   drawSteps();
   show("about", !busy && selected !== null);
@@ -486,6 +489,11 @@ function draw() {
   $("say-text").placeholder = live ? "Write a message" : "Or type here";
 }
 
+function queueWords() {
+  if (!queuePosition) return STATE_WORDS.queued;
+  return queuePosition === 1 ? "You are next in the queue…" : `You are number ${queuePosition} in the queue…`;
+}
+
 function emptyWords(preparing, live) {
   const name = characterName();
   if (preparing) return `${name} is getting ready.`;
@@ -508,7 +516,7 @@ function drawSteps() {
     item.className = index < now ? "done" : index === now ? "now" : "";
   }
   const waitedS = startedWaitingMs ? (performance.now() - startedWaitingMs) / 1000 : 0;
-  const slow = waitedS > 6 && ["queued", "starting"].includes(state);
+  const slow = waitedS > 6 && state === "starting";
   setText("progress-note", slow ? `${Math.round(waitedS)} s. The first start after a while loads the model and takes longer.` : "");
 }
 
