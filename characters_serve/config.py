@@ -248,9 +248,7 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
-    language: str = Field(
-        "en", pattern="^[a-z]{2,3}$", description="what is spoken; not en: whisper"
-    )
+    language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
     end_of_turn_silence_s: Seconds = 0.5

@@ -67,11 +67,8 @@ def load_ears(config: AgentConfig) -> Ears:
         missing = "faster-whisper is not installed"
     else:
         missing = f"no model folder in agent.whisper_model or {MODEL_ENV}"
-    if (
-        config.recogniser == "whisper"
-        or config.whisper_model is not None
-        or config.language != "en"
-    ):
+    needed = config.recogniser == "whisper" or config.language != "en"
+    if needed or config.whisper_model is not None:
         raise RuntimeError(f"agent.recogniser: whisper cannot listen: {missing}")
     log.warning("pocketsphinx listens, which misunderstands more than whisper: %s", missing)
     return PocketsphinxEars()

@@ -55,6 +55,7 @@ class WhisperEars:
     If the pause turns out to be the end of the turn, the words are there when it is certain.
     """
 
+    description = "whisper, on this machine"
     # A long turn takes a core for 100-300 ms, which frames must not wait for.
     niceness = 5
 
@@ -69,9 +70,6 @@ class WhisperEars:
         many = bool(self._model.model.is_multilingual)
         if language != "en" and not many:
             raise ValueError(f"agent.language: the whisper model in {model} knows English only")
-        self.description = "whisper, on this machine" + (
-            "" if language == "en" else f" ({language})"
-        )
         self._language = language
         self._tokenizer = Tokenizer(self._model.hf_tokenizer, many, "transcribe", language)
         self._prompt = self._model.get_prompt(self._tokenizer, [], without_timestamps=True)

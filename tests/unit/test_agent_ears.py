@@ -160,9 +160,7 @@ def test_whisper_encodes_the_turn_alone_and_hears_the_same(whisper: WhisperEars)
     texts = [
         "What is your name?",
         "No.",
-        "Call Bartholomew Featherstone at the embassy.",
         "My phone number is five five five, one two three four.",
-        "I like it because",
     ]
     encoded: list[int] = []
     encode = whisper._encode
