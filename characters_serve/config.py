@@ -251,6 +251,7 @@ class AgentConfig(Frozen):
     language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
+    end_of_turn: Literal["auto", "words", "melody"] = "auto"
     end_of_turn_silence_s: Seconds = 0.5
     barge_in_speech_s: Seconds = Field(0.12, description="user speech that stops the character")
     greet: bool = True

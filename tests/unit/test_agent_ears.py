@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,25 +157,28 @@ def whisper() -> WhisperEars:
     return WhisperEars(model)
 
 
-def test_whisper_encodes_the_turn_alone_and_hears_the_same(whisper: WhisperEars) -> None:
+def test_whisper_encodes_the_turn_alone_and_hears_the_same(
+    whisper: WhisperEars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [
         "What is your name?",
         "No.",
         "My phone number is five five five, one two three four.",
     ]
     encoded: list[int] = []
-    encode = whisper._encode
-    whisper._encode = lambda samples: (encoded.append(len(samples)), encode(samples))[1]  # type: ignore[method-assign]
-    try:
-        for text in texts:
-            pcm = bytes(6400) + question_pcm(text, 16_000) + bytes(6400)
-            whisper.begin()
-            whisper.feed(pcm)
-            samples = np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
-            usual = whisper._transcribe_windows(samples)
-            assert normalise(whisper.finish()) == normalise(usual), text
-    finally:
-        del whisper._encode  # type: ignore[method-assign]
+    encode = WhisperEars._encode
+
+    def counted(self: WhisperEars, samples: Any) -> Any:
+        encoded.append(len(samples))
+        return encode(self, samples)
+
+    monkeypatch.setattr(WhisperEars, "_encode", counted)
+    for text in texts:
+        pcm = bytes(6400) + question_pcm(text, 16_000) + bytes(6400)
+        whisper.begin()
+        whisper.feed(pcm)
+        usual = whisper._transcribe_windows((np.frombuffer(pcm, "<i2") / 32768).astype(np.float32))
+        assert normalise(whisper.finish()) == normalise(usual), text
     assert len(encoded) == len(texts) and max(encoded) < 7 * 16_000
 
 
