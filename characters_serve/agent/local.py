@@ -479,8 +479,14 @@ class LocalAgent:
                 yield sentence
             return
         empty = True
+
+        def first_token() -> None:
+            if job.turn:
+                job.turn.stamp("token", self._clock_s())
+
+        lines = self._history.lines(HISTORY_LINES)
         try:
-            async with aclosing(self._chat.reply(self._history.lines(HISTORY_LINES))) as sentences:
+            async with aclosing(self._chat.reply(lines, first_token)) as sentences:
                 async for sentence in sentences:
                     empty = False
                     yield sentence
