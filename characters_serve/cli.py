@@ -187,6 +187,12 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
     return 0 if all(finding.good for finding in findings) else EXIT_FAILED
 
 
+def bench(_config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.bench import turns
+
+    return turns.main(options.arguments)
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -231,6 +237,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
+
+    command = commands.add_parser("bench", help="time spoken turns through a real browser")
+    command.add_argument("what", choices=("turns",))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench turns --help")
+    command.set_defaults(command=bench, config=None, set=None, log_level="info")
 
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)

@@ -281,11 +281,19 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
+    end_of_turn: Literal["auto", "words", "melody"] = "auto"
     end_of_turn_silence_s: Seconds = 0.5
     barge_in_speech_s: Seconds = Field(0.12, description="user speech that stops the character")
     greet: bool = True
+
+    @model_validator(mode="after")
+    def _languages_are_known(self) -> AgentConfig:
+        if self.language != "en" and self.recogniser == "pocketsphinx":
+            raise ValueError("recogniser: pocketsphinx knows English only; use whisper")
+        return self
 
 
 class ServerConfig(Frozen):

@@ -26,8 +26,10 @@ from characters_serve.session.events import (
     ClientReady,
     ClientText,
     EventsChannel,
+    ProbeHeard,
+    ProbePing,
     parse_client_message,
-    parse_ping,
+    parse_probe,
     pong,
 )
 from characters_serve.session.ice import NoPortFree
@@ -216,10 +218,14 @@ class LiveSession:
         now_s = time.monotonic()
         try:
             if label == "probe":
-                answer = pong(parse_ping(raw), now_s * 1000, self._clock.media_ms(now_s))
-                if self._probe.readyState == "open":
-                    self._probe.send(answer)
+                probe = parse_probe(raw)
                 self._apply(self._lifecycle.beat(now_s))
+                match probe:
+                    case ProbeHeard(ago_ms):
+                        self._conversation.heard(now_s - ago_ms / 1000, now_s)
+                    case ProbePing() as ping if self._probe.readyState == "open":
+                        media_ms = self._clock.media_ms(now_s)
+                        self._probe.send(pong(ping, now_s * 1000, media_ms))
                 return
             message = parse_client_message(raw)
         except BadMessage as error:
@@ -283,6 +289,7 @@ class LiveSession:
             return
         self._chunk_s = now_s
         if chunk.utterance_id and chunk.epoch == self._chunker.epoch:
+            self._conversation.stamp("generated", now_s - chunk.decode_ms / 1000)
             self._conversation.stamp("frames", now_s)
         self._counters.count("chunks_total")
         self._counters.count("late_chunks_total", float(late))

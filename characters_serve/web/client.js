@@ -19,7 +19,9 @@
  *   transcript    {role: "user"|"character", turn, text, final, interrupted}
  *                 `text` is the turn so far; an event with the same role and turn replaces it
  *   speaking      {who: "user"|"character", speaking, interrupted, positionMs}
- *   metrics       {fps, buffer, turn_latency_ms, passes, late, rtt_ms}
+ *   metrics       {fps, buffer, turn_latency_ms, turn, passes, late, rtt_ms}
+ *                 `turn`: milliseconds from the end of the user's speech to each stage of the last
+ *                 turn: end_of_turn, transcript, reply, first_audio, step, frames, voice, heard, ...
  *   ready         {listener, voice}                what listens and what speaks, in words
  *   mic           {stream: MediaStream|null}       the microphone in use changed
  *   audioblocked  {}                               the browser wants a tap first: call unmuteOutput()
@@ -39,6 +41,10 @@ const QUEUE_POLL_MS = 2000; // asking keeps the place in the queue
 const START_TIMEOUT_MS = 180_000;
 // The server may ignore candidates (it learns them from the checks), so gathering is barely awaited.
 const GATHER_TIMEOUT_MS = 150;
+// What the answer's sound is told by: its level, after at least one moment of quiet.
+const AUDIBLE_LEVEL = 0.01;
+const LISTEN_PERIOD_MS = 20;
+const LISTEN_LIMIT_MS = 20_000;
 // Equal on both receivers: the browser then has no reason to pull voice and picture apart.
 const JITTER_BUFFER_TARGET_MS = 80;
 
@@ -109,6 +115,8 @@ export class CharacterSession extends EventTarget {
   #events = null;
   /** @type {RTCDataChannel|null} */
   #probe = null;
+  /** @type {ReturnType<typeof setInterval>|undefined} */
+  #listening;
   #nextPing = 0;
   #lastPongMs = 0;
   /** @type {Record<string, number|null>} */
@@ -286,6 +294,14 @@ export class CharacterSession extends EventTarget {
     const told = this.#release();
     this.#finish({ reason, failed: false, tellServer: false });
     await told;
+  }
+
+  /**
+   * The last `metrics`.
+   * @returns {Record<string, any>}
+   */
+  get metrics() {
+    return { ...this.#metrics };
   }
 
   /**
@@ -478,6 +494,31 @@ export class CharacterSession extends EventTarget {
     });
   }
 
+  /** Tells the server when the first sound of the answer was really played here. */
+  #listenForAnswer() {
+    const { pc, probe } = { pc: this.#pc, probe: this.#probe };
+    const receiver = pc?.getReceivers().find(({ track }) => track.kind === "audio");
+    if (!pc || !receiver) return;
+    const untilMs = performance.now() + LISTEN_LIMIT_MS;
+    let quiet = false;
+    clearInterval(this.#listening);
+    const listening = setInterval(() => {
+      const nowMs = performance.now();
+      if (pc !== this.#pc || nowMs > untilMs) return clearInterval(listening);
+      const [source] = receiver.getSynchronizationSources();
+      if (source?.audioLevel === undefined) return;
+      if (source.audioLevel < AUDIBLE_LEVEL) quiet = true;
+      else if (quiet) {
+        clearInterval(listening);
+        const playedMs = source.timestamp - performance.timeOrigin;
+        const agoMs = Math.max(0, nowMs - playedMs) + (this.#metrics.rtt_ms ?? 0) / 2;
+        if (probe?.readyState === "open") probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
+      }
+    }, LISTEN_PERIOD_MS);
+    this.#listening = listening;
+    this.#life.signal.addEventListener("abort", () => clearInterval(listening), { once: true });
+  }
+
   /**
    * Both tracks live in one MediaStream that survives reconnections, so the last frame stays on screen.
    * @param {MediaStreamTrack} track
@@ -563,8 +604,10 @@ export class CharacterSession extends EventTarget {
       case "bot-ready":
         return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
       case "user-started-speaking":
+        clearInterval(this.#listening);
         return this.#emit("speaking", { who: "user", speaking: true });
       case "user-stopped-speaking":
+        this.#listenForAnswer();
         return this.#emit("speaking", { who: "user", speaking: false });
       case "user-transcription": {
         const turn = this.#turns.heard(data.text ?? "", Boolean(data.final));

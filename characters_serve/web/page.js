@@ -191,6 +191,7 @@ async function talk({ mic }) {
     $("engines").textContent = [listener && `Listening: ${listener}`, voice && `Voice: ${voice}`].filter(Boolean).join(" · ");
   });
   on("mic", ({ stream }) => onMicrophone(stream));
+  on("metrics", ({ turn }) => drawTurn(turn));
   on("audioblocked", () => ($("unmute").hidden = false));
   on("error", onError);
   on("ended", onEnded);
@@ -399,6 +400,48 @@ async function drawStats() {
   );
 }
 
+/** The parts of a turn: who spends the time, what on, and the stage at which it is over. */
+const TURN_PARTS = [
+  ["agent", "waiting for more words", "end_of_turn"],
+  ["agent", "understanding", "transcript"],
+  ["agent", "thinking", "reply"],
+  ["agent", "finding its voice", "first_audio"],
+  ["picture", "making the picture", "frames"],
+  ["picture", "keeping in step", "voice"],
+  ["way", "on its way to you", "heard"],
+];
+
+/** Drawn with the figures, once there is a turn: the same numbers that the server exports. */
+function drawTurn(turn) {
+  show("turn", Boolean(turn) && !$("stats").hidden);
+  if (!turn || $("stats").hidden) return;
+  let beforeMs = 0;
+  const parts = [];
+  for (const [owner, name, stage] of TURN_PARTS) {
+    if (!Number.isFinite(turn[stage])) continue;
+    const ms = Math.max(0, turn[stage] - beforeMs);
+    beforeMs = Math.max(beforeMs, turn[stage]);
+    parts.push({ owner, name, ms });
+  }
+  setText("turn-total", `${(beforeMs / 1000).toFixed(2)} s`);
+  $("turn-bar").replaceChildren(
+    ...parts.map(({ owner, ms }) => {
+      const part = document.createElement("span");
+      part.dataset.owner = owner;
+      part.style.flexGrow = String(ms);
+      return part;
+    }),
+  );
+  $("turn-parts").replaceChildren(
+    ...parts.map(({ owner, name, ms }) => {
+      const item = textNode("li", "", `${name} `);
+      item.dataset.owner = owner;
+      item.append(textNode("b", "", `${Math.round(ms)} ms`));
+      return item;
+    }),
+  );
+}
+
 function drawClock() {
   const seconds = Math.max(0, Math.floor((performance.now() - liveSinceMs) / 1000));
   const left = Math.ceil((endingAtMs - performance.now()) / 1000);
@@ -524,6 +567,7 @@ function toggleStats(open = $("stats").hidden) {
   if ($("stats").hidden === !open) return;
   $("stats").hidden = !open;
   $("stats-toggle").setAttribute("aria-expanded", String(open));
+  drawTurn(open ? session?.metrics.turn : null);
   void drawStats();
 }
 

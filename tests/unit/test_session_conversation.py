@@ -253,9 +253,31 @@ def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> 
     assert data["turn"]["first_audio"] == 600.0 and data["turn"]["voice"] > 600
     assert data["turn"]["queued"] == pytest.approx(600, abs=1)
     assert data["turn"]["step"] == pytest.approx(650, abs=1)
+    voice_ms = data["turn"]["voice"]
+    for ago_s in (0.02, 0.0):  # only the first report counts
+        rig.talk.heard(rig.now_s - ago_s, rig.now_s)
+    (heard,) = [e["data"]["turn"] for e in rig.events("metrics") if "heard" in e["data"]["turn"]]
+    assert heard == {**data["turn"], "heard": heard["heard"]} and heard["heard"] > voice_ms
+    assert rig.counters.take().observations["turn_stage_ms_heard"] == [heard["heard"]]
     rig.speak(2, 1.0)
     rig.run(1)
-    assert "turn_latency_ms" not in rig.counters.take().observations
+    rig.talk.heard(rig.now_s, rig.now_s)
+    assert (
+        rig.counters.take().observations.keys() & {"turn_latency_ms", "turn_stage_ms_heard"}
+        == set()
+    )
+
+
+def test_what_is_heard_of_another_turn_is_not_measured() -> None:
+    rig = Rig()
+    rig.run(1)
+    for speaking in (True, False):
+        rig.talk.agent(UserSpeech("s", speaking, False), rig.now_s)
+    rig.speak(1, 1.0)
+    rig.run(1)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)  # has gone on before it was told
+    rig.talk.heard(rig.now_s, rig.now_s)
+    assert "turn_stage_ms_heard" not in rig.counters.take().observations
 
 
 def test_the_clients_wishes_reach_the_agent() -> None:
