@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 PLACEMENT_POLL_S: Final = 0.5
 CLEAN_S: Final = 2.0
+# Set it for `ray start` on a node that clients reach at another address than its own.
+PUBLIC_ADDRESS_ENV: Final = "CHARACTERS_PUBLIC_ADDRESS"
 
 # A message of the host as it goes over the wire, or why the host is gone.
 Letter = tuple[Literal["message"], list[bytes]] | tuple[Literal["gone"], str]
@@ -42,7 +44,7 @@ class HostActor:
 
     def __init__(self, group_id: str, config_json: str, host_module: str) -> None:
         self._group_id = group_id
-        self._config = Config.model_validate_json(config_json)
+        self._config = on_this_node(Config.model_validate_json(config_json))
         self._host_module = host_module
         self._letters: asyncio.Queue[Letter] = asyncio.Queue()
         self._run: RunFolder | None = None
@@ -246,6 +248,16 @@ class RayFleet(Fleet):
 def gpus_of(config: Config) -> int:
     """What a group asks Ray for: its ranks and its decoder, or nothing where it runs on a CPU."""
     return config.group_shape.gpus if config.engine.device == "cuda" else 0
+
+
+def on_this_node(config: Config) -> Config:
+    """One configuration serves all nodes; what clients reach is each node's own."""
+    address = os.environ.get(PUBLIC_ADDRESS_ENV)
+    if not address:
+        return config
+    settings = config.model_dump()
+    settings["delivery"]["public_address"] = address
+    return Config.model_validate(settings)
 
 
 def why_no_room(shape: GroupShape, gpus: int) -> str:
