@@ -206,6 +206,7 @@ class EngineConfig(Frozen):
     rank_threads: Positive = 1
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
+    stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
     pattern: PatternConfig = PatternConfig()
 

@@ -44,7 +44,7 @@ class HostActor:
 
     def __init__(self, group_id: str, config_json: str, host_module: str) -> None:
         self._group_id = group_id
-        self._config = on_this_node(Config.model_validate_json(config_json))
+        self._config = Config.model_validate_json(config_json)
         self._host_module = host_module
         self._letters: asyncio.Queue[Letter] = asyncio.Queue()
         self._run: RunFolder | None = None
@@ -53,18 +53,18 @@ class HostActor:
     async def start(self, timeout_s: float) -> list[bytes]:
         """Ready or Failed, encoded."""
         self._run = RunFolder(None)
-        self._host = LocalHost(
-            self._group_id,
-            self._config,
-            self._run.path,
-            self._message,
-            self._gone,
-            host_module=self._host_module,
-        )
         try:
+            self._host = LocalHost(
+                self._group_id,
+                on_this_node(self._config),
+                self._run.path,
+                self._message,
+                self._gone,
+                host_module=self._host_module,
+            )
             ready = await self._host.start(timeout_s)
-        except (ChildFailed, OSError) as error:
-            self._run.close()
+        except (ChildFailed, OSError, ValueError) as error:
+            self._clean()
             return encode(Failed("host", str(error)))
         node = {"node": ray.util.get_node_ip_address()}
         return encode(Ready(ready.process, ready.pid, {**ready.details, **node}))
@@ -251,7 +251,10 @@ def gpus_of(config: Config) -> int:
 
 
 def on_this_node(config: Config) -> Config:
-    """One configuration serves all nodes; what clients reach is each node's own."""
+    """One configuration serves all nodes; what clients reach is each node's own.
+
+    Raises ValueError when that is no address.
+    """
     address = os.environ.get(PUBLIC_ADDRESS_ENV)
     if not address:
         return config

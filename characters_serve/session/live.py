@@ -51,7 +51,6 @@ from characters_serve.session.tracks import Delivery
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-ENGINE_STALLED_S: Final = 10.0
 
 
 class OfferConflict(RuntimeError):
@@ -344,8 +343,8 @@ class LiveSession:
             self._apply(self._lifecycle.tick(now_s))
             waited_s = now_s - self._chunk_s if self._playout.in_flight else 0.0
             self._reporter.chunk_awaited(waited_s)
-            if waited_s > ENGINE_STALLED_S:
-                self._fault(f"the engine sent no chunk for {ENGINE_STALLED_S:g} s")
+            if waited_s > self._config.engine.stall_timeout_s:
+                self._fault(f"the engine sent no chunk for {waited_s:.1f} s")
             self._reporter.tick(now_s, self._peer)
 
     def _apply(self, verdicts: list[Verdict]) -> None:

@@ -18,13 +18,14 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response
 
-from characters_serve.config import AgentConfig, ChatConfig, Config, EngineConfig
+from characters_serve.config import AgentConfig, ChatConfig, Config, EngineConfig, SessionConfig
 from characters_serve.messages import Done, OpenSession, Persona
 from tests.chat_server import chat_server, event
 from tests.unit.session_rig import Browser, HostParent, until
 from tests.unit.small_model import SMALL
 
 ROOT = Path(__file__).parents[2]
+START_S = 120.0
 PATIENCE_S = 60.0
 
 
@@ -95,6 +96,7 @@ async def converse(parent: HostParent, visitor: Visitor, asked: list[str]) -> Br
     return browser
 
 
+@pytest.mark.timeout(400)
 async def test_the_next_session_finds_nothing_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,12 +115,13 @@ async def test_the_next_session_finds_nothing_of_the_last(
         config = Config(
             model=SMALL,
             engine=EngineConfig(device="cpu"),
+            session=SessionConfig(reconnect_grace_s=300.0),  # this browser sends no heartbeat
             agent=AgentConfig(
                 recogniser="pocketsphinx", greet=False, chat=ChatConfig(base_url=url)
             ),
         )
         parent = HostParent(tmp_path, config)
-        await parent.start()
+        await parent.child.start(START_S)
         try:
             assert parent.child.pid is not None
             group = Searched(parent.child.pid, secrets_file)
