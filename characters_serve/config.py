@@ -265,6 +265,14 @@ class ChatConfig(Frozen):
     timeout_s: Seconds = 10.0
 
 
+class ToolConfig(Frozen):
+    """A function that the client runs for the agent. parameters: their JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+
+
 class RealtimeConfig(Frozen):
     """An endpoint of the OpenAI Realtime event protocol."""
 
@@ -273,6 +281,7 @@ class RealtimeConfig(Frozen):
     voice: str = "marin"
     transcription_model: str = "gpt-4o-mini-transcribe"
     api_key_env: str = "OPENAI_API_KEY"
+    tools: tuple[ToolConfig, ...] = Field((), description="functions that the client runs")
     connect_timeout_s: Seconds = 10.0
     reconnects: int = Field(6, ge=0, description="attempts in a row before it is given up")
 

@@ -39,6 +39,7 @@ from characters_serve.messages import (
     AgentStart,
     AgentStarted,
     Playback,
+    ToolResult,
     Transcript,
     TurnTiming,
     UserSpeech,
@@ -232,6 +233,9 @@ class LocalAgent:
         self._emit(
             Transcript(self.session_id, "character", utterance.heard(), True, report.utterance_id)
         )
+
+    def tool_result(self, result: ToolResult) -> None:
+        """It calls no functions."""
 
     async def close(self) -> None:
         self._open = False
