@@ -290,6 +290,7 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    voice: str = Field("heart", description="heart, piper, or a Piper voice file")
     language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
