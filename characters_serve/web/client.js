@@ -633,7 +633,7 @@ export class CharacterSession extends EventTarget {
         this.#metrics = { ...this.#metrics, ...data, rtt_ms: this.#metrics.rtt_ms }; // ours is newer
         return this.#emit("metrics", { ...this.#metrics });
       case "llm-function-call":
-        return void this.#call(data);
+        return void this.#runTool(data);
       case "error":
         return this.#emit("error", serverError(data.message));
       case "server-message":
@@ -644,7 +644,7 @@ export class CharacterSession extends EventTarget {
   }
 
   /** @param {{function_name: string, tool_call_id: string, args: Record<string, unknown>}} call */
-  async #call({ function_name, tool_call_id, args }) {
+  async #runTool({ function_name, tool_call_id, args }) {
     const tool = this.tools[function_name];
     /** @type {unknown} */
     let result = { error: `the page has no ${function_name}` };
