@@ -61,8 +61,9 @@ def log_mel(samples: NDArray[np.float64]) -> NDArray[np.float64]:
     frames = np.lib.stride_tricks.sliding_window_view(padded, _N_FFT)[::_HOP][:-1]
     hann = np.hanning(_N_FFT + 1)[:-1]
     power = np.abs(np.fft.rfft(frames * hann)) ** 2
-    mels: NDArray[np.float64] = np.log10(np.maximum(power @ _MEL_FILTERS, 1e-10)).T
-    return (np.maximum(mels, mels.max() - 8.0) + 4.0) / 4.0
+    mels = np.log10(np.maximum(power @ _MEL_FILTERS, 1e-10)).T
+    scaled: NDArray[np.float64] = (np.maximum(mels, mels.max() - 8.0) + 4.0) / 4.0
+    return scaled
 
 
 def mel_filters() -> NDArray[np.float64]:

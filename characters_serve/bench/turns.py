@@ -255,7 +255,7 @@ def barge_in_ms(watched: dict[str, Any], begins_s: float) -> float | None:
     began_ms = watched["micAtMs"] + 1000 * begins_s
     for first_ms, last_ms in watched["sounds"]:
         if first_ms < began_ms < last_ms:
-            return round(last_ms - began_ms, 1)
+            return round(float(last_ms - began_ms), 1)
     return None
 
 
