@@ -263,6 +263,7 @@ class ChatConfig(Frozen):
     model: str = "gpt-4o-mini"
     api_key_env: str = "OPENAI_API_KEY"
     timeout_s: Seconds = 10.0
+    filler_after_s: float = Field(1.5, ge=0, description="says a word while it waits; 0: never")
 
 
 class ToolConfig(Frozen):

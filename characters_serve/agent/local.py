@@ -142,6 +142,7 @@ class LocalAgent:
         self._calendar = calendar
         self._persona = ScriptedPersona(start.persona, zlib.crc32(start.session_id.encode()))
         self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
+        self._filler_after_s = config.chat.filler_after_s
         self._end_silence_s = config.end_of_turn_silence_s
         self._turns = TurnDetector(TurnRules(self._end_silence_s, config.barge_in_speech_s))
         self._history = History()
@@ -496,9 +497,19 @@ class LocalAgent:
         lines = self._history.lines(HISTORY_LINES)
         try:
             async with aclosing(self._chat.reply(lines, first_token)) as sentences:
-                async for sentence in sentences:
+                first = asyncio.ensure_future(anext(sentences, None))
+                try:
+                    if self._filler_after_s:
+                        await asyncio.wait([first], timeout=self._filler_after_s)
+                    if self._filler_after_s and not first.done():
+                        yield self._persona.filler()
+                    sentence = await first
+                finally:
+                    first.cancel()
+                while sentence is not None:
                     empty = False
                     yield sentence
+                    sentence = await anext(sentences, None)
             if empty:
                 raise ChatFailed("the chat endpoint sent an empty reply")
         except ChatFailed as error:

@@ -294,6 +294,34 @@ async def test_the_chat_endpoint_hears_what_was_really_spoken(models: LocalModel
     assert "never" not in heard
 
 
+async def test_a_word_while_a_slow_chat_endpoint_thinks(models: LocalModels) -> None:
+    thought = asyncio.Event()
+
+    async def answer(_: Request) -> Response:
+        async def stream() -> AsyncIterator[str]:
+            await thought.wait()
+            yield event("It is forty-two.")
+
+        return StreamingResponse(stream())
+
+    async with chat_server(answer) as base_url:
+        chat = ChatConfig(base_url=base_url, filler_after_s=0.05)
+        async with scene(models, config=AgentConfig(chat=chat)) as s:
+            s.agent.read("What is the answer?")
+            await s.until(lambda: s.audio(1))
+            assert "forty-two" not in " ".join(piece.text for piece in s.audio(1))
+            thought.set()
+            said = " ".join(piece.text for piece in await s.until_said(1) if piece.text)
+            assert said.endswith("It is forty-two.") and len(said) > len("It is forty-two.")
+            thought.clear()
+            s.agent.read("And then?")
+            await s.until(lambda: s.audio(2))
+            s.agent.interrupt(2)  # while it still waits for the endpoint
+            s.agent.say("I am back.")
+            assert_whole(await s.until_said(3), "I am back.")
+            thought.set()
+
+
 async def test_a_failing_chat_endpoint_is_said_aloud_and_reported(models: LocalModels) -> None:
     async def answer(_: Request) -> Response:
         return JSONResponse({}, 503)
