@@ -264,6 +264,15 @@ class ChatConfig(Frozen):
     model: str = "gpt-4o-mini"
     api_key_env: str = "OPENAI_API_KEY"
     timeout_s: Seconds = 10.0
+    filler_after_s: float = Field(1.5, ge=0, description="says a word while it waits; 0: never")
+
+
+class ToolConfig(Frozen):
+    """A function that the client runs for the agent. parameters: their JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class RealtimeConfig(Frozen):
@@ -274,6 +283,7 @@ class RealtimeConfig(Frozen):
     voice: str = "marin"
     transcription_model: str = "gpt-4o-mini-transcribe"
     api_key_env: str = "OPENAI_API_KEY"
+    tools: tuple[ToolConfig, ...] = Field((), description="functions that the client runs")
     connect_timeout_s: Seconds = 10.0
     reconnects: int = Field(6, ge=0, description="attempts in a row before it is given up")
 
@@ -282,6 +292,7 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    voice: str = Field("heart", description="heart, piper, or a Piper voice file")
     language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()

@@ -44,6 +44,7 @@ def examine(config: Config) -> list[Finding]:
         Finding("voice for training", _espeak()),
         _listener(config.agent),
         _end_of_turn(config.agent),
+        _voice(config.agent),
         _replies(config.agent),
         _port(config.server),
         _sessions_key(config.server),
@@ -173,6 +174,21 @@ def _end_of_turn(agent: AgentConfig) -> Finding:
     return Finding(subject, words, agent.end_of_turn != "melody")
 
 
+def _voice(agent: AgentConfig) -> Finding:
+    if agent.kind != "local":
+        return Finding("voice", f"not made here (agent.kind is {agent.kind})")
+    from characters_serve.agent.voice import missing_for
+
+    missing = missing_for(agent.voice)
+    if missing:
+        return Finding("voice", f"{agent.voice} cannot speak: {missing}", False)
+    if agent.voice == "heart":
+        english = agent.language == "en"
+        words = "hibari-tts 'heart', which speaks English"
+        return Finding("voice", words if english else f"{words} only", english)
+    return Finding("voice", f"{agent.voice}, by Piper")
+
+
 def _replies(agent: AgentConfig) -> Finding:
     if agent.kind == "openai_realtime":
         keyed = bool(os.environ.get(agent.realtime.api_key_env))
@@ -181,7 +197,9 @@ def _replies(agent: AgentConfig) -> Finding:
     if agent.kind != "local":
         return Finding("replies", f"not made here (agent.kind is {agent.kind})")
     if agent.chat.base_url is None:
-        return Finding("replies", "the character's script, on this machine")
+        words = "the character's script, on this machine"
+        english = agent.language == "en"
+        return Finding("replies", words if english else f"{words}, in English only", english)
     keyed = bool(os.environ.get(agent.chat.api_key_env))
     key = "with" if keyed else "without"
     return Finding("replies", f"{agent.chat.model} at {agent.chat.base_url}, {key} a key")

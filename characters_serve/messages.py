@@ -409,6 +409,25 @@ class AgentError:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Agent to host: the client should run a function. arguments: JSON."""
+
+    session_id: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """Host to agent: what the client's function returned, as JSON."""
+
+    session_id: str
+    call_id: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentClear:
     """Agent to host: stop the voice and drop all that was sent."""
 
@@ -475,6 +494,8 @@ Message = (
     | UserText
     | TurnTiming
     | AgentError
+    | ToolCall
+    | ToolResult
     | AgentClear
     | AgentMark
     | MarkReached

@@ -26,6 +26,7 @@ from characters_serve.messages import (
     AgentStart,
     Message,
     Playback,
+    ToolResult,
     UserAudio,
     UserText,
 )
@@ -84,6 +85,8 @@ class Worker:
                 self._agent.say(text)
             case UserText(text=text):
                 self._agent.read(text)
+            case ToolResult():
+                self._agent.tool_result(message)
             case AgentEnd():
                 await self._end()
             case _:

@@ -114,19 +114,17 @@ WATCH_JS: Final = """
 """
 # Published medians, in seconds: the agent's share, the pipeline's, the delivery's, and the rest.
 REPORT_S: Final = {"agent": 1.42, "pipeline": 0.49, "delivery": 0.19, "other": 0.03}
-# Who spends the time up to each stage.
+# Who spends the time up to each stage, and what on.
 SHARES: Final = {
-    "end_of_turn": "agent",
-    "transcript": "agent",
-    "reply": "agent",
-    "first_audio": "agent",
-    "generated": "pipeline",
-    "frames": "pipeline",
-    "voice": "pipeline",
-    "heard": "delivery",
+    "end_of_turn": ("agent", "pause"),
+    "transcript": ("agent", "words"),
+    "reply": ("agent", "reply"),
+    "first_audio": ("agent", "voice"),
+    "generated": ("pipeline", "step"),
+    "frames": ("pipeline", "decode"),
+    "voice": ("pipeline", "buffer"),
+    "heard": ("delivery", "delivery"),
 }
-
-
 PART: Final = "part_"
 INK: Final = "#1b1c20"
 COLOURS: Final = {
@@ -257,7 +255,7 @@ def barge_in_ms(watched: dict[str, Any], begins_s: float) -> float | None:
     began_ms = watched["micAtMs"] + 1000 * begins_s
     for first_ms, last_ms in watched["sounds"]:
         if first_ms < began_ms < last_ms:
-            return round(last_ms - began_ms, 1)
+            return round(float(last_ms - began_ms), 1)
     return None
 
 
@@ -350,8 +348,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     ours = [
-        (owner, stage, result["stages_ms"][f"{PART}{stage}"]["median"] / 1000)
-        for stage, owner in SHARES.items()
+        (owner, label, result["stages_ms"][f"{PART}{stage}"]["median"] / 1000)
+        for stage, (owner, label) in SHARES.items()
         if f"{PART}{stage}" in result["stages_ms"]
     ]
     theirs = [(owner, owner, value_s) for owner, value_s in REPORT_S.items()]

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from characters_serve.config import Config
-from characters_serve.messages import AgentStarted, Message, OpenSession, StepInput, VideoChunk
+from characters_serve.messages import (
+    AgentStarted,
+    Message,
+    OpenSession,
+    StepInput,
+    ToolResult,
+    VideoChunk,
+)
 from characters_serve.session.chunker import Chunker
 from characters_serve.session.clock import MediaClock
 from characters_serve.session.conversation import Conversation
@@ -25,6 +32,7 @@ from characters_serve.session.events import (
     ClientInterrupt,
     ClientReady,
     ClientText,
+    ClientToolResult,
     EventsChannel,
     ProbeHeard,
     ProbePing,
@@ -239,6 +247,8 @@ class LiveSession:
                 self._lifecycle.activity(now_s)
             case ClientText(_, content):
                 self._conversation.typed(content, now_s)
+            case ClientToolResult(_, call_id, result):
+                self._links.to_agent(ToolResult(self.session_id, call_id, result))
 
     def _about(self) -> dict[str, Any]:
         agent = self._agent

@@ -100,6 +100,11 @@ export class CharacterSession extends EventTarget {
   #serverKey;
   /** @type {SessionInfo|null} */
   #info = null;
+  /**
+   * Functions that the agent may call (`agent.realtime.tools` in the server's configuration).
+   * @type {Record<string, (args: any) => unknown>}
+   */
+  tools = {};
   /** @type {HTMLVideoElement|null} */
   #video = null;
   #output = new MediaStream();
@@ -627,6 +632,8 @@ export class CharacterSession extends EventTarget {
       case "metrics":
         this.#metrics = { ...this.#metrics, ...data, rtt_ms: this.#metrics.rtt_ms }; // ours is newer
         return this.#emit("metrics", { ...this.#metrics });
+      case "llm-function-call":
+        return void this.#runTool(data);
       case "error":
         return this.#emit("error", serverError(data.message));
       case "server-message":
@@ -634,6 +641,19 @@ export class CharacterSession extends EventTarget {
         this.#endingReason = data.reason ?? "";
         return this.#setState("ending", { reason: this.#endingReason, inMs: data.in_ms ?? 0 });
     }
+  }
+
+  /** @param {{function_name: string, tool_call_id: string, args: Record<string, unknown>}} call */
+  async #runTool({ function_name, tool_call_id, args }) {
+    const tool = this.tools[function_name];
+    /** @type {unknown} */
+    let result = { error: `the page has no ${function_name}` };
+    try {
+      if (tool) result = (await tool(args)) ?? null;
+    } catch (cause) {
+      result = { error: String(cause) };
+    }
+    this.#send("llm-function-call-result", { function_name, tool_call_id, arguments: args, result });
   }
 
   /**
