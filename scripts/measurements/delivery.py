@@ -43,6 +43,7 @@ NETWORKS: dict[str, Conditions] = {
     "600 kbit/s": Conditions(delay_s=0.02, kbps=600),
     "100 +- 30 ms": Conditions(delay_s=0.1, jitter_s=0.03),
 }
+STOCK_DIFFERS = ("clean", "loss 10 %", "1 Mbit/s", "600 kbit/s")
 BLACKOUTS_S = (3, 10, 40)
 STALL_EVERY_S = 5.0
 FIRST_S = 10.0
@@ -103,18 +104,28 @@ async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
 
 
 async def networks(seconds: float, folder: Path) -> dict[str, Any]:
+    """With aiortc's own senders, for the networks where they differ, and with ours for all."""
+    with running_server(folder / "a", *QUIET, module="scripts.measurements.stock_server") as server:
+        stock = {name: await named(server, name, NETWORKS[name], seconds) for name in STOCK_DIFFERS}
     with running_server(folder / "n", *QUIET) as server:
-        results: dict[str, Any] = {}
+        results: dict[str, Any] = {"stock aiortc": stock}
         for name, conditions in NETWORKS.items():
-            await asyncio.to_thread(server.when_free)
-            results[name] = await attempt(one_network(server, conditions, seconds))
-            sys.stderr.write(f"{name}: {results[name]}\n")
+            results[name] = await named(server, name, conditions, seconds)
         for blackout_s in BLACKOUTS_S:
             await asyncio.to_thread(server.when_free)
             name = f"blackout of {blackout_s} s"
             results[name] = await attempt(one_blackout(server, blackout_s))
             sys.stderr.write(f"{name}: {results[name]}\n")
         return results
+
+
+async def named(
+    server: Server, name: str, conditions: Conditions, seconds: float
+) -> dict[str, Any]:
+    await asyncio.to_thread(server.when_free)
+    result = await attempt(one_network(server, conditions, seconds))
+    sys.stderr.write(f"{name}: {result}\n")
+    return result
 
 
 async def attempt(work: Any) -> dict[str, Any]:
