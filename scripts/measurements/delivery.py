@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -351,7 +351,7 @@ def main() -> int:
     command = shlex.join(["python", "-m", "scripts.measurements.delivery", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+        parts: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
             "networks": lambda: networks(options.seconds, folder),
             "cores": lambda: cores(options.seconds, folder),
             "cycles": lambda: cycles(options.cycles, folder),

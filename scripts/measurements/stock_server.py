@@ -18,7 +18,7 @@ def serve() -> int:
     from characters_serve.gateway import app
 
     host_module = "scripts.measurements.stock_server"
-    app.create_app = functools.partial(app.create_app, host_module=host_module)  # type: ignore[assignment]
+    app.create_app = functools.partial(app.create_app, host_module=host_module)
     return cli.main()
 
 
@@ -32,8 +32,9 @@ def host() -> int:
     def unchanged(_part: Any) -> None:
         pass
 
-    peer.adopt_sender = as_it_is
-    peer.harden_transport = peer.shorten_jitter_buffer = unchanged
+    vars(peer).update(
+        adopt_sender=as_it_is, harden_transport=unchanged, shorten_jitter_buffer=unchanged
+    )
     return host.main()
 
 
