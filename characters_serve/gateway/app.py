@@ -76,7 +76,6 @@ def create_app(
             gateway.fleet.pool.drain()
             await gateway.sessions.stop(LEAVING)
             await gateway.fleet.stop(LEAVING)
-            gateway.decoder.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway

@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from characters_serve.config import Config, ConfigError
 from characters_serve.fleet.base import Fleet
@@ -24,7 +23,8 @@ from characters_serve.gateway.characters import (
     load_characters,
     visitor_persona,
 )
-from characters_serve.gateway.images import ImageError, load_reference
+from characters_serve.gateway.image_process import decode
+from characters_serve.gateway.images import ImageError
 from characters_serve.gateway.limits import RateLimiter
 from characters_serve.gateway.problems import Problem, busy
 from characters_serve.gateway.sessions import OVER, Session, SessionRequest, Sessions
@@ -52,7 +52,7 @@ class Gateway:
         self.characters = load_characters()
         self.creations = RateLimiter(config.server.sessions_per_minute)
         self.offers = RateLimiter(OFFERS_PER_MINUTE)
-        self.decoder = ThreadPoolExecutor(1, "image")
+        self._decoder = asyncio.Lock()
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
         self._on_ready = on_ready
@@ -121,15 +121,14 @@ class Gateway:
         return session
 
     async def decode_image(self, data: bytes) -> bytes:
-        """One at a time: a picture takes up to 300 MB and 1.5 s, in a thread."""
+        """One at a time: a picture takes up to 300 MB and 1.5 s."""
         if self._decoding >= MAX_WAITING_IMAGES:
             raise busy(503, "too many pictures are being looked at; try again soon", 5)
         model = self.config.model
         self._decoding += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self.decoder, load_reference, data, model.width, model.height
-            )
+            async with self._decoder:
+                return await decode(data, model.width, model.height)
         except ImageError as error:
             raise Problem(422, str(error), field=ImageError.field) from None
         finally:
