@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -83,7 +82,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
 
     app = create_app(config, on_ready=on_ready)
     if not _is_local(server_config.host):
-        if not os.environ.get(server_config.api_key_env):
+        if not server_config.has_key:
             log.warning(
                 "anyone who reaches %s can start a session; set %s to require a key",
                 url,
@@ -115,7 +114,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
 
 def check_exposure(server: ServerConfig) -> None:
     """Whoever reaches a server without a key can use its processors and its chat account."""
-    if _is_local(server.host) or server.allow_keyless or os.environ.get(server.api_key_env):
+    if _is_local(server.host) or server.allow_keyless or server.has_key:
         return
     raise ConfigError(
         f"server.host: {server.host} can be reached from other machines, and {server.api_key_env} "

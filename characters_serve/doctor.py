@@ -198,8 +198,8 @@ def _port(server: ServerConfig) -> Finding:
 
 
 def _sessions_key(server: ServerConfig) -> Finding:
-    if os.environ.get(server.api_key_env):
-        return Finding("server key", f"{server.api_key_env} is set: creating a session needs it")
+    if server.has_key:
+        return Finding("server key", "there is one: creating a session needs it")
     local = server.host in ("localhost", "::1") or server.host.startswith("127.")
     if local or server.allow_keyless:
         words = f"{server.api_key_env} is not set: who reaches the address may create sessions"

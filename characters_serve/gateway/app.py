@@ -40,7 +40,7 @@ from characters_serve.gateway.bodies import (
 from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
 from characters_serve.gateway.external import serve_external
-from characters_serve.gateway.limits import address_key, read_body
+from characters_serve.gateway.limits import read_body
 from characters_serve.gateway.problems import Problem, answer_problem, busy
 from characters_serve.gateway.service import LEAVING, Gateway
 from characters_serve.gateway.sessions import (
@@ -79,7 +79,9 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = gateway
-    app.add_middleware(Edge, origins=gateway.origins, metrics=gateway.metrics)
+    app.add_middleware(
+        Edge, origins=gateway.origins, requests=gateway.requests, metrics=gateway.metrics
+    )
     _add_error_handlers(app)
     _add_session_routes(app, gateway)
     _add_public_routes(app, gateway)
@@ -91,27 +93,20 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/sessions")
     async def create_session(request: Request) -> Response:
-        gateway.authority.check_may_create(request.headers)
-        address = address_key(request.client.host if request.client else None)
-        wait_s = gateway.creations.retry_after_s(address, time.monotonic())
-        if wait_s is not None:
-            gateway.metrics.sessions_refused.labels("rate").inc()
-            raise busy(429, "too many sessions from this address", wait_s)
+        key = gateway.authority.creator(request.headers)
+        gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
-        wanted = await gateway.requested(body, image)
+        wanted = await gateway.requested(body, image, key)
         try:
-            session = await gateway.sessions.create(wanted)
+            session = await gateway.create(wanted, key)
         except NoGroupFree:
             gateway.metrics.sessions_refused.labels("full").inc()
             raise busy(503, "every character is in a conversation; try again soon", 5) from None
-        lifetime_s = session.max_duration_s + config.server.client_secret_ttl_s
-        if session.state == "queued":
-            lifetime_s += config.server.queue_timeout_s
-        secret = gateway.authority.issue(session.session_id, time.time(), lifetime_s)
+        secret = gateway.client_secret(session)
         answer = {
             **_describe(gateway, session),
             "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
-            "ice_servers": gateway.turn.ice_servers(time.time(), lifetime_s),
+            "ice_servers": gateway.turn.ice_servers(time.time(), gateway.lifetime_s(session)),
             "idle_timeout_s": config.session.idle_timeout_s,
             "video": {
                 "width": config.model.width,
@@ -129,10 +124,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/sessions/{session_id}/webrtc")
     async def post_offer(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, bearer(request.headers))
-        wait_s = gateway.offers.retry_after_s(session_id, time.monotonic())
-        if wait_s is not None:
-            raise busy(429, "too many offers for this session", wait_s)
+        session = gateway.session_to_connect(session_id, bearer(request.headers))
         media_type = media_type_of(request)
         if media_type not in ("application/sdp", "application/json"):
             raise unsupported(ACCEPT_POST)
@@ -144,10 +136,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         answer = await gateway.sessions.offer(session, offer, takeover, OFFER_WAIT_S)
         session.ufrags = ufrags(offer)
         location = f"/v1/sessions/{session_id}/webrtc"
-        headers = {"Location": location, "Cache-Control": "no-store"}
+        resume = gateway.resume_token(session).value
+        headers = {"Location": location, "Cache-Control": "no-store", "Resume-Token": resume}
         if media_type == "application/sdp":
             return Response(answer, 201, headers, "application/sdp")
-        return JSONResponse({"sdp": answer, "type": "answer", "location": location}, 201, headers)
+        body = {"sdp": answer, "type": "answer", "location": location, "resume_token": resume}
+        return JSONResponse(body, 201, headers)
 
     @app.patch("/v1/sessions/{session_id}/webrtc")
     async def patch_candidates(session_id: str, request: Request) -> Response:
@@ -163,12 +157,13 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/v1/sessions/{session_id}/interrupt")
     async def interrupt(session_id: str, request: Request) -> Response:
-        await gateway.sessions.interrupt(gateway.session(session_id, bearer(request.headers)))
+        session = gateway.session_to_command(session_id, bearer(request.headers))
+        await gateway.sessions.interrupt(session)
         return Response(status_code=204)
 
     @app.post("/v1/sessions/{session_id}/say")
     async def say(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, bearer(request.headers))
+        session = gateway.session_to_command(session_id, bearer(request.headers))
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
         await gateway.sessions.say(session, speakable(body.text))
         return Response(status_code=204)
@@ -180,13 +175,15 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.delete("/v1/sessions/{session_id}")
     @app.delete("/v1/sessions/{session_id}/webrtc")
     async def end_session(session_id: str, request: Request) -> Response:
-        return _end(gateway, session_id, bearer(request.headers))
+        gateway.end(session_id, bearer(request.headers))
+        return Response(status_code=204)
 
     @app.post("/v1/sessions/{session_id}/end")
     async def end_by_beacon(session_id: str, request: Request) -> Response:
         """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
         raw = await read_body(request, MAX_COMMAND_BYTES)
-        return _end(gateway, session_id, bearer(request.headers) or text_of(raw).strip() or None)
+        gateway.end(session_id, bearer(request.headers) or text_of(raw).strip() or None)
+        return Response(status_code=204)
 
 
 def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -283,15 +280,6 @@ def _describe(gateway: Gateway, session: Session) -> dict[str, Any]:
 def _state_headers(session: Session) -> dict[str, str]:
     headers = {"Cache-Control": "no-store"}
     return {**headers, "Retry-After": f"{POLL_S:g}"} if session.state == "queued" else headers
-
-
-def _end(gateway: Gateway, session_id: str, token: str | None) -> Response:
-    """204 however often it is asked, also once the session is forgotten."""
-    gateway.authority.check_may_use(session_id, token, time.time())
-    session = gateway.sessions.get(session_id)
-    if session is not None:
-        gateway.sessions.end(session, "ended by the user")
-    return Response(status_code=204)
 
 
 def _web_file(name: str) -> Response:
