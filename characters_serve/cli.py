@@ -78,7 +78,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
     def on_ready(_details: dict[str, str]) -> None:
         if not announced:
             announced.append(url)
-            print(f"\nOpen {url}\n", flush=True)
+            _say(f"\nOpen {url}\n")
 
     app = create_app(config, on_ready=on_ready)
     if not _is_local(server_config.host):
@@ -89,7 +89,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
                 server_config.api_key_env,
             )
         log.info("browsers give a microphone to https and localhost pages only")
-    print(f"Starting {config.model.name}; the page at {url} already loads.", flush=True)
+    _say(f"Starting {config.model.name}; the page at {url} already loads.")
     server = DrainingServer(
         uvicorn.Config(
             app,
@@ -268,6 +268,12 @@ def _url(host: str, port: int) -> str:
 
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _say(words: str) -> None:
+    """A terminal that was closed, or a full disk behind it, ends no server."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
 
 
 def _fail(message: str, code: int) -> int:
