@@ -24,6 +24,7 @@ from characters_serve.config import Config
 from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import HOST_MODULE, GroupGone, RequestRefused
 from characters_serve.fleet.queue import POLL_S
+from characters_serve.gateway import description
 from characters_serve.gateway.auth import bearer
 from characters_serve.gateway.bodies import (
     MAX_COMMAND_BYTES,
@@ -77,7 +78,13 @@ def create_app(
             await gateway.sessions.stop(LEAVING)
             await gateway.fleet.stop(LEAVING)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title=description.TITLE,
+        summary=description.SUMMARY,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.gateway = gateway
     app.add_middleware(
         Edge, origins=gateway.origins, requests=gateway.requests, metrics=gateway.metrics
@@ -85,13 +92,14 @@ def create_app(
     _add_error_handlers(app)
     _add_session_routes(app, gateway)
     _add_public_routes(app, gateway)
+    description.add_schemes(app.openapi())
     return app
 
 
 def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     config = gateway.config
 
-    @app.post("/v1/sessions")
+    @app.post("/v1/sessions", **description.CREATE)
     async def create_session(request: Request) -> Response:
         key = gateway.authority.creator(request.headers)
         gateway.check_rate(key, request.client.host if request.client else None)
@@ -117,12 +125,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         location = f"/v1/sessions/{session.session_id}"
         return JSONResponse(answer, 201, {"Location": location, **_state_headers(session)})
 
-    @app.get("/v1/sessions/{session_id}")
+    @app.get("/v1/sessions/{session_id}", **description.SESSION)
     async def get_session(session_id: str, request: Request) -> Response:
         session = gateway.session(session_id, bearer(request.headers))
         return JSONResponse(_describe(gateway, session), headers=_state_headers(session))
 
-    @app.post("/v1/sessions/{session_id}/webrtc")
+    @app.post("/v1/sessions/{session_id}/webrtc", **description.OFFER)
     async def post_offer(session_id: str, request: Request) -> Response:
         session = gateway.session_to_connect(session_id, bearer(request.headers))
         media_type = media_type_of(request)
@@ -143,7 +151,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         body = {"sdp": answer, "type": "answer", "location": location, "resume_token": resume}
         return JSONResponse(body, 201, headers)
 
-    @app.patch("/v1/sessions/{session_id}/webrtc")
+    @app.patch("/v1/sessions/{session_id}/webrtc", **description.CANDIDATES)
     async def patch_candidates(session_id: str, request: Request) -> Response:
         """Accepted and left unused: the browser's address is learnt from its own checks."""
         session = gateway.session(session_id, bearer(request.headers))
@@ -155,13 +163,13 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             raise Problem(422, "restart ICE with a new offer and ?takeover=1", field="sdp")
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/interrupt")
+    @app.post("/v1/sessions/{session_id}/interrupt", **description.COMMAND)
     async def interrupt(session_id: str, request: Request) -> Response:
         session = gateway.session_to_command(session_id, bearer(request.headers))
         await gateway.sessions.interrupt(session)
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/say")
+    @app.post("/v1/sessions/{session_id}/say", **description.SAY)
     async def say(session_id: str, request: Request) -> Response:
         session = gateway.session_to_command(session_id, bearer(request.headers))
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
@@ -172,13 +180,13 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     async def external_audio(websocket: WebSocket, session_id: str) -> None:
         await serve_external(gateway, websocket, session_id, OFFER_WAIT_S)
 
-    @app.delete("/v1/sessions/{session_id}")
-    @app.delete("/v1/sessions/{session_id}/webrtc")
+    @app.delete("/v1/sessions/{session_id}", **description.COMMAND)
+    @app.delete("/v1/sessions/{session_id}/webrtc", **description.COMMAND)
     async def end_session(session_id: str, request: Request) -> Response:
         gateway.end(session_id, bearer(request.headers))
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/end")
+    @app.post("/v1/sessions/{session_id}/end", **description.COMMAND)
     async def end_by_beacon(session_id: str, request: Request) -> Response:
         """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
         raw = await read_body(request, MAX_COMMAND_BYTES)
@@ -187,7 +195,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/v1/characters")
+    @app.get("/v1/characters", **description.CHARACTERS)
     async def list_characters() -> Response:
         return JSONResponse(
             {
@@ -204,7 +212,7 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
             }
         )
 
-    @app.get("/v1/characters/{character_id}/image.png")
+    @app.get("/v1/characters/{character_id}/image.png", **description.PICTURE)
     async def character_image(character_id: str) -> Response:
         character = gateway.characters.get(character_id)
         if character is None:
@@ -212,11 +220,11 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
         headers = {"Cache-Control": "public, max-age=3600"}
         return Response(image_bytes(character.image_path), 200, headers, "image/png")
 
-    @app.get("/healthz/live")
+    @app.get("/healthz/live", **description.ALIVE)
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
-    @app.get("/healthz/ready")
+    @app.get("/healthz/ready", **description.READY)
     async def ready() -> Response:
         pool = gateway.fleet.pool
         counts = pool.counts()
@@ -228,7 +236,7 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
             body["degraded"] = pool.degraded()
         return JSONResponse(body, 200 if pool.serving else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", **description.METRICS)
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
 
