@@ -6,6 +6,7 @@ No image is built and no cluster is asked.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
 import shlex
@@ -206,6 +207,24 @@ def test_compose_starts_the_server_with_settings_that_exist() -> None:
     source = documents("grafana-datasource.yaml")[0]["datasources"][0]
     dashboard = json.loads((DOCKER / "grafana-dashboard.json").read_text())
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
+
+
+def test_the_relay_reaches_the_server_alone_and_has_quotas() -> None:
+    compose = documents("compose.yaml")[0]
+    address = compose["services"]["server"]["networks"]["default"]["ipv4_address"]
+    (subnet,) = compose["networks"]["default"]["ipam"]["config"]
+    assert ipaddress.ip_address(address) in ipaddress.ip_network(subnet["subnet"])
+    command = compose["services"]["coturn"]["command"]
+    denied = [word.split("=", 1)[1] for word in command if word.startswith("--denied-peer-ip=")]
+    for version, ends in ((4, denied[0]), (6, denied[1])):
+        first, last = (ipaddress.ip_address(end) for end in ends.split("-"))
+        assert first.version == version and int(first) == 0
+        assert int(last) == 2**first.max_prefixlen - 1
+    allowed = [word for word in command if word.startswith("--allowed-peer-ip=")]
+    assert allowed == [f"--allowed-peer-ip={address}"]
+    assert "--use-auth-secret" in command and "--no-multicast-peers" in command
+    for quota in ("user-quota", "total-quota", "max-bps"):
+        assert any(re.fullmatch(rf"--{quota}=[1-9]\d*", word) for word in command), quota
 
 
 # ---------------------------------------------------------------- Kubernetes
