@@ -324,6 +324,7 @@ class ServerConfig(Frozen):
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
     drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")
     log_format: Literal["text", "json"] = "text"
+    trace_dir: str | None = Field(None, description="folder for a trace of each session's chunks")
 
     @property
     def has_key(self) -> bool:
