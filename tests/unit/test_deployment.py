@@ -10,6 +10,7 @@ import ipaddress
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,45 @@ def test_the_network_policy_lets_the_api_and_media_in() -> None:
     ]
     assert {"protocol": "TCP", "port": container()["ports"][0]["containerPort"]} in rules
     assert any(rule["protocol"] == "UDP" and rule["endPort"] == 65535 for rule in rules)
+
+
+def test_a_ray_worker_has_the_gpus_of_one_group() -> None:
+    job, service = documents("kuberay.yaml")
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[0] == "characters"
+    config = config_of(words[1:])
+    assert config.fleet.engine == "ray" and config.fleet.ray_address == "auto"
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == config.fleet.groups
+    longest_s = config.session.max_duration_s + config.server.drain_s
+    user = [rest for word, rest in instructions() if word == "USER"][-1].split(":")[0]
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] >= longest_s
+        assert str(pod["securityContext"]["runAsUser"]) == user
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == config.group_shape.gpus
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert head["ports"][0]["containerPort"] == config.server.port
+    assert head["readinessProbe"]["httpGet"]["path"] in routes()
+    assert service["spec"]["selector"]["app"] == job["metadata"]["labels"]["app"]
+    extras = re.findall(r"EXTRAS=(\w+)", (DOCKER / "kuberay.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras == ["ray"] and "ray" in project["optional-dependencies"]
+
+
+def test_the_guide_names_what_exists() -> None:
+    guide = (DOCKER / "README.md").read_text()
+    for name in re.findall(r"`([\w-]+\.(?:yaml|json))`", guide):
+        assert (DOCKER / name).is_file(), name
+    for setting in re.findall(r"--set ([a-z_.]+=[\w/]+)", guide):
+        load_config(overrides=[setting])
+    alerts = {rule["alert"] for rule in documents("alerts.yaml")[0]["groups"][0]["rules"]}
+    assert {"ChunkWatchdog", "RebuildLoop"} <= alerts
+    named = set(_METRIC.findall(guide))
+    drawn = {name for expression in expressions().values() for name in _METRIC.findall(expression)}
+    assert named and named <= drawn
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DOCKER.iterdir()))
