@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -308,22 +309,39 @@ class AgentConfig(Frozen):
         return self
 
 
+class ApiKey(Frozen):
+    """A server key by the SHA-256 of its text, so that what is written here opens nothing."""
+
+    name: str = Field(pattern=r"^[a-z0-9-]{1,32}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sessions_per_minute: Positive = 60
+    max_sessions: Positive | None = Field(None, description="at the same time")
+
+
 class ServerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65_535)
-    api_key_env: str = Field("CHARACTERS_API_KEY", description="if set, making sessions needs it")
+    api_key_env: str = Field("CHARACTERS_API_KEY", description="a server key, or sha256: and its")
+    api_keys: tuple[ApiKey, ...] = ()
     allow_keyless: bool = Field(False, description="listen beyond this machine without a key")
     allowed_origins: tuple[str, ...] = ()
     turn_urls: tuple[str, ...] = Field((), description="relays for browsers that need one")
     turn_secret_env: str = "CHARACTERS_TURN_SECRET"
-    client_secret_ttl_s: Seconds = 120.0
-    sessions_per_minute: Positive = Field(60, description="for each client address")
+    client_secret_ttl_s: Seconds = Field(120.0, description="from creation to connection")
+    sessions_per_minute: Positive = Field(60, description="for each client address without a key")
+    requests_per_minute: Positive = Field(1200, description="for each client address")
     queue_size: int = Field(0, ge=0, description="who may wait while all groups are taken")
     queue_timeout_s: Seconds = Field(300.0, description="the longest that anyone waits in it")
     max_image_bytes: Positive = 10 * 1024 * 1024
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
     drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")
     log_format: Literal["text", "json"] = "text"
+    trace_dir: str | None = Field(None, description="folder for a trace of each session's chunks")
+
+    @property
+    def has_key(self) -> bool:
+        """Whether making sessions needs a server key."""
+        return bool(self.api_keys or os.environ.get(self.api_key_env))
 
     @field_validator("turn_urls")
     @classmethod

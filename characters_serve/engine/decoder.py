@@ -109,15 +109,22 @@ class InRankDecoder:
         frames = self._decoder.decode(latent)
         decode_ms = (time.perf_counter() - decoding_s) * 1000
         step_ms = (decoding_s - started_s) * 1000
-        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms))
+        began_s = (started_s, decoding_s)
+        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms, began_s))
 
     def reset(self) -> None:
         self._decoder.reset()
 
 
 def video_chunk(
-    step: StepInput, frames_i420: list[bytes], passes: int, step_ms: float, decode_ms: float
+    step: StepInput,
+    frames_i420: list[bytes],
+    passes: int,
+    step_ms: float,
+    decode_ms: float,
+    began_s: tuple[float, float],
 ) -> VideoChunk:
+    """began_s: of the step and of the decoding."""
     return VideoChunk(
         session_id=step.session_id,
         epoch=step.epoch,
@@ -130,6 +137,8 @@ def video_chunk(
         passes=passes,
         step_ms=step_ms,
         decode_ms=decode_ms,
+        step_began_s=began_s[0],
+        decode_began_s=began_s[1],
     )
 
 
@@ -157,8 +166,11 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 started_s = time.perf_counter()
                 frames = decoder.decode(latents.latent(message))
                 decode_ms = (time.perf_counter() - started_s) * 1000
+                began_s = (message.step_began_s, started_s)
                 chunks.send(
-                    video_chunk(message.step, frames, message.passes, message.step_ms, decode_ms)
+                    video_chunk(
+                        message.step, frames, message.passes, message.step_ms, decode_ms, began_s
+                    )
                 )
             case LatentChunk():
                 dropped += 1

@@ -184,15 +184,19 @@ class Fleet(ABC):
         )
         details = await group.start()
         self._groups[group_id] = group
-        degraded = details.get("degraded", "")
-        self.pool.started(group_id, degraded)
-        log.info("group %s is ready (pid %s)", group_id, group.pid)
-        if degraded:
-            log.warning("group %s serves, but cannot keep its rate: %s", group_id, degraded)
-        self._on_ready(group_id, details)
-        await self._announce()
-        self._on_free()
-        await ended.wait()
+        try:
+            degraded = details.get("degraded", "")
+            self.pool.started(group_id, degraded)
+            log.info("group %s is ready (pid %s)", group_id, group.pid)
+            if degraded:
+                log.warning("group %s serves, but cannot keep its rate: %s", group_id, degraded)
+            self._on_ready(group_id, details)
+            await self._announce()
+            self._on_free()
+            await ended.wait()
+        except Exception:
+            await group.kill("a mistake of the gateway")
+            raise
         await group.kill(self.pool.reasons().get(group_id, "gone"))
         self._groups.pop(group_id, None)
 

@@ -105,6 +105,7 @@ export class CharacterSession extends EventTarget {
    * @type {Record<string, (args: any) => unknown>}
    */
   tools = {};
+  #token = "";
   /** @type {HTMLVideoElement|null} */
   #video = null;
   #output = new MediaStream();
@@ -199,6 +200,7 @@ export class CharacterSession extends EventTarget {
       this.#setState("creating");
       const info = session ?? (await this.#create(character, image, name));
       this.#info = info;
+      this.#token = "";
       if (this.#finished) {
         await this.#release(); // stopped while the request was on its way: give the seat back
         this.#throwIfFinished();
@@ -430,6 +432,8 @@ export class CharacterSession extends EventTarget {
       body: pc.localDescription?.sdp,
       timeoutMs,
     });
+    // The secret connects once; from here on this token speaks for the session.
+    this.#token = response.headers.get("Resume-Token") ?? this.#token;
     const sdp = await response.text();
     this.#throwIfFinished();
     await pc.setRemoteDescription({ type: "answer", sdp });
@@ -692,7 +696,7 @@ export class CharacterSession extends EventTarget {
     const signals = detached ? [] : [this.#life.signal];
     if (timeoutMs) signals.push(AbortSignal.timeout(timeoutMs));
     const url = `${this.#baseUrl}/v1/sessions/${encodeURIComponent(info.id)}${path}`;
-    return request(url, { ...options, token: info.client_secret.value, signal: anySignal(signals) });
+    return request(url, { ...options, token: this.#token || info.client_secret.value, signal: anySignal(signals) });
   }
 
   /**
