@@ -20,6 +20,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from characters_serve.config import EngineConfig
 
@@ -64,7 +65,7 @@ class Ranks:
         only after it does the short timeout hold."""
         if self.size == 1:
             return
-        store = dist.FileStore(str(self._path), self.size)
+        store = FileStore(str(self._path), self.size)
         store.set(f"here-{self.rank}", "yes")
         # Without it gloo looks up the machine's name, which a container may not know.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -39,9 +39,7 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def network(shard: Shard | None, all_reduce: AllReduce) -> CharacterDiT:
-    dit = load_generator(
-        MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce
-    )
+    dit = load_generator(MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce)
     for block in dit.blocks:
         # Sharp attention: a wrong head must show in what is drawn.
         block.q_norm.weight.mul_(4)
@@ -103,11 +101,11 @@ def run_group(folder: Path, size: int, timeout_s: float, ends: str) -> list[Base
         process = context.Process(target=run_rank, args=(rank, size, folder, timeout_s, ends))
         process.start()
         started.append(process)
-    for process in started[:-1]:
-        process.join(ENDED_S)
-    for process in started:
-        process.kill()
-        process.join()
+    for member in started[:-1]:
+        member.join(ENDED_S)
+    for member in started:
+        member.kill()
+        member.join()
     return started
 
 
