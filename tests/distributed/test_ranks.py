@@ -16,7 +16,7 @@ from torch import Tensor
 
 from characters_serve.config import EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
-from characters_serve.engine.ranks import PeerLost, Ranks
+from characters_serve.engine.ranks import PEER_LOST_S, PeerLost, Ranks
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.linear import alone
 from characters_serve.model.shard import Shard, deal
@@ -132,3 +132,18 @@ def test_what_a_rank_computes_alone_is_not_the_character() -> None:
     """The comparison above would see sums that are not made."""
     part = session(network(deal(MODEL, 3)[0], alone))
     assert (part - of_one_rank()).abs().max() > 0.1
+
+
+def test_the_word_of_who_sees_the_dead_rank_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_x: Tensor) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    slept: list[float] = []
+    monkeypatch.setattr("characters_serve.engine.ranks.dist.all_reduce", broken)
+    monkeypatch.setattr("characters_serve.engine.ranks.time.sleep", slept.append)
+    ranks = Ranks(EngineConfig(tensor_parallel=2), tmp_path, 0, CPU)
+    with pytest.raises(PeerLost, match="Connection closed by peer"):
+        ranks.all_reduce(torch.ones(1))
+    assert slept == [PEER_LOST_S]
