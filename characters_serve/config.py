@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from characters_serve.fleet.layout import CannotPlace, GroupShape, place_all, uniform_host
+from characters_serve.model.shard import deal
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -204,6 +205,7 @@ class EngineConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tensor_parallel: Positive = Field(1, description="ranks of a group, each on its own GPU")
+    rank_timeout_s: Seconds = Field(30.0, description="a rank that waits longer ends the group")
     rank_threads: Positive = 1
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
@@ -416,6 +418,10 @@ class Config(Frozen):
                 f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
                 "begins at the first noise level and is remembered at the last"
             )
+        try:
+            deal(self.model, self.engine.tensor_parallel)
+        except ValueError as error:
+            raise ValueError(f"engine.tensor_parallel: {error}") from error
         return self
 
 

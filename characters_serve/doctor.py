@@ -298,7 +298,7 @@ def _verdict(config: Config) -> Finding:
     if config.engine.kind == "pattern":
         return Finding("will run", f"test pattern, {picture}")
     try:
-        device, dtype = choose_device(config.engine)
+        device, dtype = choose_device(config.engine, config.engine.tensor_parallel - 1)
     except ValueError as error:
         return Finding("will run", f"nothing: {error}", False)
     number = str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
-from characters_serve.engine.device import choose_device
+from characters_serve.engine.device import choose_device, decoder_gpu
 from characters_serve.engine.i420 import rgb_to_i420
 from characters_serve.engine.latent_link import LatentReceiver
 from characters_serve.engine.reference_image import image_tensor
@@ -144,7 +144,7 @@ def video_chunk(
 
 def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     torch.set_num_threads(config.engine.decoder_threads)
-    device, dtype = choose_device(config.engine)
+    device, dtype = choose_device(config.engine, decoder_gpu(config.engine))
     decoder = ChunkDecoder(config.model, device, dtype)
     warm_ms = decoder.warm_up()
     latents = LatentReceiver(group_dir, config.model, device)

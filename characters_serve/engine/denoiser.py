@@ -31,7 +31,7 @@ class Denoiser:
         self._batch = batch
         self._device, self._dtype = weight.device, weight.dtype
         self._cache = make_cache(
-            config, optimizations, batch=batch, device=self._device, dtype=self._dtype
+            model.rank_config, optimizations, batch=batch, device=self._device, dtype=self._dtype
         )
         self._kept: dict[float, NoiseLevelModulation] | None = (
             {} if optimizations.precomputed_modulation else None

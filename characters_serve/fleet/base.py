@@ -235,7 +235,5 @@ class Fleet(ABC):
 
 def _check_can_run(config: Config) -> None:
     """What can be planned and simulated, but not served yet, is refused and not ignored."""
-    if config.engine.tensor_parallel > 1:
-        raise ConfigError("engine.tensor_parallel: a group runs one rank so far")
     if config.decoder.shared_by > 1:
         raise ConfigError("decoder.shared_by: a decoder serves its own group only so far")

@@ -23,7 +23,16 @@ from characters_serve.model.attention import attention
 from characters_serve.model.audio import AudioEncoder, log_mel_for
 from characters_serve.model.image_encoder import ImageEncoder
 from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    alone,
+    in_projection_cut,
+    out_projection_cut,
+)
 from characters_serve.model.rope import rotary_positions, rotate
+from characters_serve.model.shard import Shard, deal, narrow
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -67,17 +76,18 @@ class LowRankModulation(nn.Module):
 class Block(nn.Module):
     """Attention and MLP side by side: one projection in, one out, so one all-reduce a block."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = model.num_heads, model.head_dim
-        inner = model.num_heads * model.head_dim
-        self.splits = [inner, inner, inner, model.mlp_dim]
+        self.num_heads, self.head_dim = len(shard.heads), model.head_dim
+        inner = self.num_heads * model.head_dim
+        self.splits = [inner, inner, inner, len(shard.mlp_columns)]
+        out_cut = out_projection_cut(model, shard)
         self.modulation = LowRankModulation(model.dim, model.adaln_rank, 3)
-        self.in_projection = nn.Linear(model.dim, sum(self.splits), bias=False)
-        self.out_projection = nn.Linear(inner + model.mlp_dim, model.dim, bias=False)
+        self.in_projection = ColumnParallelLinear(model.dim, in_projection_cut(model, shard))
+        self.out_projection = RowParallelLinear(out_cut, model.dim, all_reduce)
         self.q_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
         self.k_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
-        nn.init.normal_(self.out_projection.weight, std=0.3 * (inner + model.mlp_dim) ** -0.5)
+        nn.init.normal_(self.out_projection.weight, std=0.3 * out_cut.size**-0.5)
 
     def modulate(self, noise_embedding: Tensor) -> Modulation:
         shift, scale, gate = self.modulation(noise_embedding)
@@ -121,9 +131,18 @@ class NoiseLevelModulation(NamedTuple):
 
 
 class CharacterDiT(nn.Module):
-    def __init__(self, model: ModelConfig) -> None:
+    """The whole model, or one tensor-parallel rank's shard of its blocks and all of the rest.
+
+    all_reduce adds up the ranks' partial sums, once in each block.
+    """
+
+    def __init__(
+        self, model: ModelConfig, shard: Shard | None = None, all_reduce: AllReduce = alone
+    ) -> None:
         super().__init__()
+        shard = shard or deal(model, 1)[0]
         self.config = model
+        self.rank_config = narrow(model, shard)
         dim = model.dim
         self.log_mel = log_mel_for(model)
         self.audio_encoder = AudioEncoder(model)
@@ -144,7 +163,7 @@ class CharacterDiT(nn.Module):
         self.prefix_embedding = nn.Parameter(torch.randn(dim) * 0.1)
         # ModuleList is no generic type; as a sequence its elements are blocks to the type checker.
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(model) for _ in range(model.num_blocks)
+            Block(model, shard, all_reduce) for _ in range(model.num_blocks)
         )
         self.final = FinalLayer(model)
 

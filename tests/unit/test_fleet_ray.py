@@ -96,7 +96,7 @@ async def test_an_actor_that_dies_or_stops_takes_its_host_with_it(
 async def test_a_group_that_no_node_can_hold_says_why(ray_cluster: Any, tmp_path: Path) -> None:
     from characters_serve.fleet.ray import RayHost, why_no_room
 
-    config = ray_config(tmp_path, "engine.tensor_parallel=4")
+    config = ray_config(tmp_path, "engine.tensor_parallel=4", "model.num_heads=4")
     host = RayHost("g0", config, FAKE_HOST, _ignore, _ignore)
     with pytest.raises(ChildFailed, match=r"needs 5 GPUs .* the most that any host joins is 4"):
         await host.start(1.0)
