@@ -104,6 +104,8 @@ class LocalFleet(Fleet):
     _run: RunFolder | None = None
 
     def _check(self) -> None:
+        if self._config.decoder.shared_by > 1 and not self._config.fleet.gpus:
+            raise ConfigError("decoder.shared_by: fleet.gpus must say what there is to share")
         if self._config.server.run_dir is not None:
             check_socket_room(Path(self._config.server.run_dir))
 
