@@ -128,6 +128,9 @@ async def serve(group_dir: Path) -> int:
         config = everything.agent
         models: LocalModels | None = None
         if config.kind == "openai_realtime":
+            # Before Ready: in a session's start it cost a busy machine seconds without an answer.
+            import characters_serve.agent.openai_realtime  # noqa: F401
+
             details = dict.fromkeys(("listener", "voice"), config.realtime.model)
         else:
             from characters_serve.agent.local import load_models

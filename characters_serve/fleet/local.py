@@ -118,7 +118,10 @@ class LocalFleet(Fleet):
 
     def _launcher(self, group_id: str, index: int) -> Launch:
         assert self._run is not None
-        run_dir, environment = self._run.path, self._gpus_of(index)
+        server = self._config.server
+        # No group needs the server's own secrets.
+        hidden = dict.fromkeys((server.api_key_env, server.turn_secret_env), "")
+        run_dir, environment = self._run.path, {**hidden, **self._gpus_of(index)}
         return lambda on_message, on_exit: LocalHost(
             group_id,
             self._config,

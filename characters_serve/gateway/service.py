@@ -161,7 +161,7 @@ class Gateway:
         if wait_s is not None:
             raise busy(429, "too many offers for this session", wait_s)
         scope = self.authority.grant(token, self.now_unix_s()).scope
-        if scope == "connect" and session.connected:
+        if scope == "connect" and session.connected and not session.over:
             raise Problem(
                 403, "this secret has connected; the answer to its offer had a resume token"
             )

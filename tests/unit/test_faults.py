@@ -119,6 +119,7 @@ class Client:
     async def reach(self, *states: str) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_S):
             while (now := await self.status())["status"] not in states:
+                assert now["status"] not in ("ended", "failed"), now["reason"]
                 await asyncio.sleep(0.05)
         return now
 

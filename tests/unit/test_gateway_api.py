@@ -954,6 +954,8 @@ async def test_a_server_key_is_needed_once_it_is_set(
 ) -> None:
     monkeypatch.setenv("CHARACTERS_API_KEY", "k-123")
     async with serving(app_config(tmp_path)) as api:
+        for host in psutil.Process().children():
+            assert "k-123" not in host.environ().values(), "a group has no use for it"
         body = {"character": "ada"}
         problem(await api.http.post("/v1/sessions", json=body), 401)
         wrong = {"Authorization": "Bearer k-124"}
