@@ -100,9 +100,7 @@ class RankStep:
 
 
 class StartedStep:
-    def __init__(
-        self, step: Callable[[], Tensor], denoiser: Denoiser, config: ModelConfig
-    ) -> None:
+    def __init__(self, step: Callable[[], Tensor], denoiser: Denoiser, config: ModelConfig) -> None:
         self._step, self.denoiser, self._config = step, denoiser, config
         self._steps = 0
 
@@ -272,9 +270,7 @@ def upkeep_ms(rank: RankStep, optimizations: Optimizations, calls: int) -> float
     q, k, v, _ = block.heads(projected)
     prefix = k[:, : model.prefix_slots]
     chosen = [
-        (index, cached)
-        for cached in range(model.num_caches)
-        for index in range(model.num_blocks)
+        (index, cached) for cached in range(model.num_caches) for index in range(model.num_blocks)
     ][:calls]
     for index in range(model.num_blocks):
         cache.calibrate(index, q, k, v)

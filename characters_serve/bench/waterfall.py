@@ -3,8 +3,8 @@
     characters bench waterfall --config configs/characters-57b.yaml --shard-of 4 --out tp4.json
 
 The first bar is the plain path in bf16, the third the launch form in FP8: every cached key rotated
-and converted again at each of its reads, the window shifted by copying. The last line of the output,
-and the file, are one JSON object; after each bar the file holds what is known by then.
+and converted again at each of its reads, the window shifted by copying. The last line of the
+output, and the file, are one JSON object; after each bar the file holds what is known by then.
 """
 
 from __future__ import annotations

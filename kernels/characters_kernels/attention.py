@@ -151,14 +151,24 @@ def _attention_kernel(
 
 
 def launch_attention(
-    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    queries_per_program: int = _QUERIES,
+    keys_at_once: int = _KEYS,
+    num_warps: int = 8,
+    num_stages: int = 3,
 ) -> Tensor:
     num_queries, heads, head_dim = q.shape
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride() != (heads * head_dim, head_dim, 1):
             raise ValueError(f"{name} must have rows of {heads} x {head_dim} contiguous elements")
     out = torch.empty_like(q, dtype=torch.bfloat16)
-    _attention_kernel[(-(-num_queries // _QUERIES), heads)](
+    _attention_kernel[(-(-num_queries // queries_per_program), heads)](
         q,
         k,
         v,
@@ -171,10 +181,10 @@ def launch_attention(
         heads,
         head_dim**-0.5,
         D=head_dim,
-        QUERIES=_QUERIES,
-        KEYS=_KEYS,
-        num_warps=8,
-        num_stages=3,
+        QUERIES=queries_per_program,
+        KEYS=keys_at_once,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
     return out
 

@@ -68,7 +68,13 @@ def _delta_rotate_kernel(
 
 
 def delta_rotate_triton(
-    keys: Tensor, cos: Tensor, sin: Tensor, first_slot: int, saturated: Tensor
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    first_slot: int,
+    saturated: Tensor,
+    *,
+    keys_per_program: int = _KEYS_PER_PROGRAM,
 ) -> None:
     caches, slots, heads, head_dim = keys.shape
     planes = cos.shape[0]
@@ -77,7 +83,7 @@ def delta_rotate_triton(
     if not 0 < planes <= head_dim // 2 or sin.shape != cos.shape:
         raise ValueError(f"cos and sin must have 1 to {head_dim // 2} planes, not {planes}")
     num_keys = (slots - first_slot) * heads
-    _delta_rotate_kernel[(-(-num_keys // _KEYS_PER_PROGRAM), caches)](
+    _delta_rotate_kernel[(-(-num_keys // keys_per_program), caches)](
         keys,
         cos,
         sin,
@@ -88,7 +94,7 @@ def delta_rotate_triton(
         PLANES=planes,
         PADDED=next_power_of_two(planes),
         HALF=head_dim // 2,
-        KEYS=_KEYS_PER_PROGRAM,
+        KEYS=keys_per_program,
         FP8=keys.dtype == E4M3,
     )
 

@@ -57,7 +57,13 @@ def _gelu_quant_kernel(
 
 
 def gelu_quant_triton(
-    attended: Tensor, mlp: Tensor, out_scale: Tensor, out: Tensor, saturated: Tensor
+    attended: Tensor,
+    mlp: Tensor,
+    out_scale: Tensor,
+    out: Tensor,
+    saturated: Tensor,
+    *,
+    columns_per_program: int = _COLUMNS_PER_PROGRAM,
 ) -> None:
     tokens, inner = attended.shape
     total = inner + mlp.shape[1]
@@ -65,7 +71,7 @@ def gelu_quant_triton(
         raise ValueError(f"out {tuple(out.shape)} does not fit {tokens} rows of {total} columns")
     if attended.stride(1) != 1 or mlp.stride(1) != 1 or not out.is_contiguous():
         raise ValueError("attended and mlp must be contiguous along their columns, out throughout")
-    _gelu_quant_kernel[(tokens, -(-total // _COLUMNS_PER_PROGRAM))](
+    _gelu_quant_kernel[(tokens, -(-total // columns_per_program))](
         attended,
         mlp,
         out_scale,
@@ -75,7 +81,7 @@ def gelu_quant_triton(
         mlp.stride(0),
         inner,
         total,
-        COLUMNS=_COLUMNS_PER_PROGRAM,
+        COLUMNS=columns_per_program,
         FP8=out.dtype == E4M3,
     )
 

@@ -84,6 +84,8 @@ def residual_norm_triton(
     out_scale: Tensor,
     out: Tensor,
     saturated: Tensor,
+    *,
+    num_warps: int = _WARPS,
 ) -> None:
     tokens, dim = x.shape
     for name, tensor in (("x", x), ("branch", branch), ("out", out)):
@@ -110,7 +112,7 @@ def residual_norm_triton(
         COLUMNS=next_power_of_two(dim),
         RESIDUAL=branch is not None,
         FP8=out.dtype == E4M3,
-        num_warps=_WARPS,
+        num_warps=num_warps,
     )
 
 

@@ -141,10 +141,12 @@ def ring_store_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     saturated: Tensor,
+    *,
+    tokens_per_program: int = _TOKENS_PER_PROGRAM,
 ) -> None:
     tokens, heads, head_dim = q_out.shape
     _check(projected, q_out, k_cache, v_cache)
-    _ring_store_kernel[(-(-tokens // _TOKENS_PER_PROGRAM), heads)](
+    _ring_store_kernel[(-(-tokens // tokens_per_program), heads)](
         projected,
         q_weight,
         k_weight,
@@ -163,7 +165,7 @@ def ring_store_triton(
         projected.stride(0),
         eps,
         HALF=head_dim // 2,
-        TOKENS=_TOKENS_PER_PROGRAM,
+        TOKENS=tokens_per_program,
         FP8=q_out.dtype == E4M3,
     )
 
