@@ -284,12 +284,20 @@ class ShiftedCache(_CacheBuffers):
         self._shift_window()
         self._reset_if_due()
 
+    def clear(self) -> None:
+        super().clear()
+        # Of zeros, so that no session's first reset has to wait for the kernel to be compiled.
+        self._move_window()
+
     def _reset_if_due(self) -> None:
         """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
         if self._advance():
-            angles = self._positions.shift(-float(self._reset_steps))[0, : self._time_planes]
-            caches = self._k.flatten(0, 2)
-            delta_rotate(caches, angles.cos(), angles.sin(), self._prefix_slots, self._saturated)
+            self._move_window()
+
+    def _move_window(self) -> None:
+        angles = self._positions.shift(-float(self._reset_steps))[0, : self._time_planes]
+        caches = self._k.flatten(0, 2)
+        delta_rotate(caches, angles.cos(), angles.sin(), self._prefix_slots, self._saturated)
 
     def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         current = self._current_slots()
