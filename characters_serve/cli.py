@@ -186,18 +186,14 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
     return 0 if all(finding.good for finding in findings) else EXIT_FAILED
 
 
-def bench_turns(_config: Config, options: argparse.Namespace) -> int:
-    from characters_serve.bench import turns
+def bench(_config: Config, options: argparse.Namespace) -> int:
+    if options.what == "turns":
+        from characters_serve.bench import turns
 
-    return turns.main(options.arguments)
+        return turns.main(options.arguments)
+    from characters_serve.bench import waterfall
 
-
-def bench(config: Config, options: argparse.Namespace) -> int:
-    if options.command_name == "kernels":
-        from characters_serve.bench.kernels import run
-    else:
-        from characters_serve.bench.waterfall import run
-    return run(config, options)
+    return waterfall.main(options.what, options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -249,27 +245,9 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(command=doctor)
 
     command = commands.add_parser("bench", help="time spoken turns, or the step and its kernels")
-    benches = command.add_subparsers(required=True, metavar="WHAT", dest="command_name")
-    for name, words in (
-        ("step", "the configuration's step, sustained"),
-        ("waterfall", "the optimisations turned on one by one"),
-        ("kernels", "each kernel by itself"),
-    ):
-        command = benches.add_parser(name, parents=[common], help=words)
-        command.add_argument(
-            "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
-        )
-        command.add_argument("--seconds", type=float, default=8.0, help="of the sustained runs")
-        command.add_argument("--rung-seconds", type=float, default=3.0, help="of the bars between")
-        command.add_argument("--out", type=Path, help="the JSON to write")
-        command.add_argument("--picture", type=Path, help="the PNG to draw")
-        command.add_argument("--profile", type=Path, help="one step's trace, for Perfetto")
-        command.set_defaults(command=bench)
-    command = benches.add_parser(
-        "turns", help="spoken turns through a real browser", add_help=False
-    )
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench turns --help")
-    command.set_defaults(command=bench_turns, config=None, set=None, log_level="info")
+    command.add_argument("what", choices=("turns", "step", "waterfall", "kernels"))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench WHAT --help")
+    command.set_defaults(command=bench, config=None, set=None, log_level="info")
     return parser
 
 

@@ -14,12 +14,15 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from characters_serve.bench import kernels
 from characters_serve.bench.origin import commit, device_name
+from characters_serve.bench.picture import draw_waterfall
 from characters_serve.bench.rank_step import (
     CATEGORIES,
     RankStep,
@@ -30,7 +33,7 @@ from characters_serve.bench.rank_step import (
     trace,
     upkeep_ms,
 )
-from characters_serve.config import Config, Optimizations
+from characters_serve.config import Config, Optimizations, load_config
 
 RUNGS: Final = (
     "plain",
@@ -125,16 +128,30 @@ def _row(bar: dict[str, Any]) -> str:
     )
 
 
-def run(config: Config, options: argparse.Namespace) -> int:
+def main(what: str, arguments: Sequence[str]) -> int:
+    """what: step (the configuration's own set of flags), waterfall, or kernels."""
+    parser = argparse.ArgumentParser(prog=f"characters bench {what}")
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument(
+        "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the sustained runs")
+    parser.add_argument("--rung-seconds", type=float, default=3.0, help="of the bars between")
+    parser.add_argument("--out", type=Path, help="the JSON to write")
+    parser.add_argument("--picture", type=Path, help="the PNG to draw")
+    parser.add_argument("--profile", type=Path, help="one step's trace, for Perfetto")
+    options = parser.parse_args(arguments)
+    config = load_config(options.config, options.set)
+    if what == "kernels":
+        return kernels.run(config, options)
     rungs = ladder(config.optimizations)
-    if options.command_name == "step":
+    if what == "step":
         rungs = rungs[-1:]
     torch.set_num_threads(config.engine.rank_threads)
     result = waterfall(config, options, rungs)
     _save(options.out, result)
     if options.picture:
-        from characters_serve.bench.picture import draw_waterfall
-
         draw_waterfall(result, config.model.chunk_period_s * 1000, options.picture)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0

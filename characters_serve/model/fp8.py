@@ -32,6 +32,8 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, saturated: Tensor) -> None:
         super().__init__()
+        if type(linear) is not nn.Linear or linear.bias is not None:
+            raise TypeError(f"only a plain nn.Linear without bias is converted, not {linear}")
         weight = linear.weight.detach()
         scale = (weight.abs().amax().float() / E4M3_MAX).reshape(1)
         self.register_buffer("weight", quantise(weight, scale, saturated))

@@ -142,7 +142,9 @@ class Fp8Numbers:
     def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scales = self.scales_QKV[:, block]
         sessions = [self._attention(*qkv, *scales) for qkv in zip(q, k, v, strict=True)]
-        return torch.stack(sessions).flatten(-2).to(self._model_dtype)
+        # One session, as in serving, is not copied.
+        attended = sessions[0][None] if len(sessions) == 1 else torch.stack(sessions)
+        return attended.flatten(-2).to(self._model_dtype)
 
 
 class _CacheBuffers:
