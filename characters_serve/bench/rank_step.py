@@ -145,7 +145,7 @@ def summary(times_ms: list[float], model: ModelConfig) -> dict[str, float]:
     }
 
 
-def by_category(run: StartedStep, steps: int = 2) -> dict[str, float] | None:
+def by_category(run: StartedStep, steps: int = 1) -> dict[str, float] | None:
     """Milliseconds of a step that its kernels of each category take, by their names.
 
     None without a GPU. "other" holds what has no kernel of its own: torch's elementwise kernels,

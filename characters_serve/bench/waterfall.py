@@ -83,11 +83,15 @@ def waterfall(
         ends = index in (0, len(rungs) - 1)
         run = rank.started(optimizations)
         times_ms = run.sustained_ms(options.seconds if ends else options.rung_seconds)
-        bar = {"rung": name} | summary(times_ms, rank.config) | {"by_category": by_category(run)}
+        bar: dict[str, Any] = {"rung": name} | summary(times_ms, rank.config)
+        bar |= {
+            "by_category": None,
+            "eager_steps": run.denoiser.eager_steps,
+            "saturated": run.denoiser.saturated,
+        }
         bars.append(bar)
-        if ends:
-            bar["eager_steps"] = run.denoiser.eager_steps
-            bar["saturated"] = run.denoiser.saturated
+        _save(options.out, result)
+        bar["by_category"] = by_category(run)
         if options.profile and index == len(rungs) - 1:
             trace(run, options.profile)
         sys.stdout.write(_row(bar) + "\n")

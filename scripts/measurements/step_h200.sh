@@ -33,13 +33,13 @@ bench() { # NAME LIMIT_S WHAT RANKS ...
     --config configs/characters-57b.yaml --shard-of "$ranks" --out "$out/$name.json" "$@"
 }
 
-tests gpu_kernels 90 tests/kernels/test_gpu_kernels.py
-bench step_tp4_first 60 step 4 --seconds 8 --profile "$out/step_tp4_trace.json"
-tests gpu_step 90 tests/kernels/test_gpu_step.py
-bench step_h200_tp4_shard 110 waterfall 4 --seconds 8 --rung-seconds 2 \
+tests gpu_kernels 80 tests/kernels/test_gpu_kernels.py
+bench step_tp4_first 50 step 4 --seconds 8 --profile "$out/step_tp4_trace.json"
+tests gpu_step 85 tests/kernels/test_gpu_step.py
+bench step_h200_tp4_shard 150 waterfall 4 --seconds 8 --rung-seconds 2 \
   --picture "$out/waterfall_tp4.png"
-bench kernels_tp4 50 kernels 4
-bench step_h200_tp3_shard 60 step 3 --seconds 8
-bench step_h200_tp2_shard 75 step 2 --seconds 8
+bench kernels_tp4 45 kernels 4
+bench step_h200_tp3_shard 50 step 3 --seconds 8
+bench step_h200_tp2_shard 60 step 2 --seconds 8
 gzip -f "$out"/*_trace.json 2>/dev/null
 cat "$out/summary.txt"
