@@ -10,6 +10,7 @@ set -uo pipefail
 out=$(realpath -m "${1:?usage: step_h200.sh OUT_DIR}")
 cd "$(dirname "$0")/../.."
 mkdir -p "$out"
+python=${PYTHON:-python3}
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_INTERPRET=0
 : >"$out/summary.txt"
 
@@ -23,13 +24,13 @@ part() { # NAME LIMIT_S COMMAND...
 }
 
 tests() { # NAME LIMIT_S FILE: without the project's settings, which want plug-ins of its own
-  part "$1" "$2" python3 -m pytest -q -x -c /dev/null --rootdir . -p no:cacheprovider "$3"
+  part "$1" "$2" "$python" -m pytest -q -x -c /dev/null --rootdir . -p no:cacheprovider "$3"
 }
 
 bench() { # NAME LIMIT_S WHAT RANKS ...
   local name=$1 limit=$2 what=$3 ranks=$4
   shift 4
-  part "$name" "$limit" python3 -m characters_serve.cli bench "$what" \
+  part "$name" "$limit" "$python" -m characters_serve.cli bench "$what" \
     --config configs/characters-57b.yaml --shard-of "$ranks" --out "$out/$name.json" "$@"
 }
 
