@@ -24,7 +24,7 @@ part() { # NAME LIMIT_S COMMAND...
 }
 
 tests() { # NAME LIMIT_S FILE: without the project's settings, which want plug-ins of its own
-  part "$1" "$2" "$python" -m pytest -q -x -c /dev/null --rootdir . -p no:cacheprovider "$3"
+  part "$1" "$2" "$python" -m pytest -q --maxfail=5 -c /dev/null --rootdir . -p no:cacheprovider "$3"
 }
 
 bench() { # NAME LIMIT_S WHAT RANKS ...
