@@ -26,9 +26,9 @@ from characters_serve.engine.device import choose_device
 from characters_serve.model.attention import attention
 from characters_serve.model.dit import CharacterDiT, useful_flops_per_step
 from characters_serve.model.kv_cache import FusedRingCache, KVCache, make_cache
+from characters_serve.model.shard import deal, narrow
 from characters_serve.model.weights import load_generator
 
-_MLP_TILE: Final = 128
 _TURNS: Final = 4
 """Weights and caches of so many blocks take turns in the bare measurements."""
 _SETTLE_SHARE: Final = 0.25
@@ -44,11 +44,8 @@ _KERNELS: Final = {
 
 
 def shard_of(model: ModelConfig, ranks: int) -> ModelConfig:
-    """The geometry of the rank with the most to do: its heads and its 128-wide MLP tiles."""
-    tile = math.gcd(model.mlp_dim, _MLP_TILE)
-    heads = -(-model.num_heads // ranks)
-    mlp_dim = -(-model.mlp_dim // tile // ranks) * tile
-    return model.model_copy(update={"num_heads": heads, "mlp_dim": mlp_dim})
+    """The geometry of rank 0, which no other rank has more to do than."""
+    return narrow(model, deal(model, ranks)[0])
 
 
 class RankStep:
@@ -59,8 +56,14 @@ class RankStep:
 
     def __init__(self, config: Config, ranks: int) -> None:
         self.device, self.dtype = choose_device(config.engine)
+        self._whole = config.model
         self.config = shard_of(config.model, ranks)
-        self.model = load_generator(self.config, device=self.device, dtype=self.dtype)
+        self.model = load_generator(
+            config.model,
+            device=self.device,
+            dtype=self.dtype,
+            shard=deal(config.model, ranks)[0],
+        )
         generator = torch.Generator(self.device).manual_seed(0)
         model, device = self.config, self.device
         self._image = torch.rand(
@@ -81,7 +84,7 @@ class RankStep:
     ) -> StartedStep:
         """A session under way, its window full."""
         gc.collect()
-        config = self.config
+        config = self._whole
         if reset_steps is not None:
             config = config.model_copy(update={"position_reset_steps": reset_steps})
         denoiser = Denoiser(self.model, config, optimizations)

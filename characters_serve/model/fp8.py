@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from characters_kernels.fp8 import E4M3, E4M3_MAX, quantise, scale_for
 from characters_kernels.linear_fp8 import linear_fp8
 from characters_serve.model.dit import CharacterDiT
+from characters_serve.model.linear import RowParallelLinear, alone
 
 
 class Fp8Linear(nn.Module):
-    """(..., K) -> (..., N), in the format of the linear it is made from.
+    """(..., K) -> (..., N), in the format of the linear it is made from, and like it summed over
+    the tensor-parallel ranks where that is row-parallel; each rank has scales of its own.
 
     The input is e4m3 over `input_scale` (a fused kernel made it so), or a float format that is
     converted here. saturated: (1,) int32 on the device, counts clamped values.
@@ -32,13 +34,12 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, saturated: Tensor) -> None:
         super().__init__()
-        if type(linear) is not nn.Linear or linear.bias is not None:
-            raise TypeError(f"only a plain nn.Linear without bias is converted, not {linear}")
         weight = linear.weight.detach()
         scale = (weight.abs().amax().float() / E4M3_MAX).reshape(1)
         self.register_buffer("weight", quantise(weight, scale, saturated))
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.ones(1, device=weight.device))
+        self.all_reduce = linear.all_reduce if isinstance(linear, RowParallelLinear) else alone
         self.dtype = weight.dtype
         self.calibrating = False
         self.saturated = saturated
@@ -50,7 +51,7 @@ class Fp8Linear(nn.Module):
             x = quantise(x, self.input_scale, self.saturated)
         rows = x.reshape(-1, x.shape[-1])
         out = linear_fp8(rows, self.weight, self.input_scale, self.weight_scale, self.dtype)
-        return out.unflatten(0, x.shape[:-1])
+        return self.all_reduce(out.unflatten(0, x.shape[:-1]))
 
 
 def convert_projections(model: CharacterDiT, saturated: Tensor) -> None:

@@ -13,7 +13,7 @@ from characters_kernels.fp8 import E4M3
 from characters_serve.config import Config, ModelConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.dit import CharacterDiT
-from characters_serve.model.fp8 import Fp8Linear
+from characters_serve.model.fp8 import Fp8Linear, calibrating, convert_projections
 from characters_serve.model.weights import load_generator
 from tests.unit import small_model
 
@@ -151,6 +151,24 @@ def test_the_model_is_converted_once_and_its_weights_are_e4m3() -> None:
         assert block.in_projection.weight.dtype == E4M3
         near = block.in_projection.weight.float() * block.in_projection.weight_scale
         torch.testing.assert_close(near, original.in_projection.weight, rtol=0.07, atol=1e-3)
+
+
+def test_a_converted_out_projection_is_still_summed_over_the_ranks() -> None:
+    summed: list[Tensor] = []
+
+    def all_reduce(partial_sum: Tensor) -> Tensor:
+        summed.append(partial_sum)
+        return 2 * partial_sum
+
+    cpu = torch.device("cpu")
+    dit = load_generator(SMALL, device=cpu, dtype=torch.float32, all_reduce=all_reduce)
+    joined = torch.randn(1, 5, dit.blocks[0].out_projection.in_features)
+    plain = dit.blocks[0].out_projection(joined)
+    convert_projections(dit, torch.zeros(1, dtype=torch.int32))
+    with calibrating(dit):
+        found = dit.blocks[0].out_projection(joined)
+    assert len(summed) == 2
+    assert float((found - plain).norm() / plain.norm()) < 0.08
 
 
 @pytest.mark.parametrize(
