@@ -14,7 +14,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -42,7 +42,7 @@ class Case:
     """calls: one for each turn. moved: bytes that a call must read and write. flops: of a call."""
 
     name: str
-    calls: list[Callable[[], object]]
+    calls: Sequence[Callable[[], object]]
     moved: float = 0.0
     flops: float = 0.0
 

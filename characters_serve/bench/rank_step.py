@@ -120,7 +120,8 @@ class StartedStep:
 
     def sustained_ms(self, seconds: float) -> list[float]:
         """Steps without a reset, for so long that the card holds its steady clock."""
-        started_s, times_ms = time.perf_counter(), []
+        times_ms: list[float] = []
+        started_s = time.perf_counter()
         while (elapsed_s := time.perf_counter() - started_s) < seconds or not times_ms:
             step_ms, reset = self.step()
             if not reset and (elapsed_s > seconds * _SETTLE_SHARE or seconds == 0):
@@ -161,7 +162,7 @@ def by_category(run: StartedStep, steps: int = 1) -> dict[str, float] | None:
             run.step()
     spent_ms = dict.fromkeys(CATEGORIES, 0.0)
     for event in profile.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             spent_ms[category_of(event.name)] += event.device_time / 1000 / steps
     return {name: round(value, 2) for name, value in spent_ms.items()}
 
@@ -335,7 +336,10 @@ def graph_ms(call: Callable[[], object], seconds: float = 1.0) -> float:
     times_ms: list[float] = []
     started_s = time.perf_counter()
     while time.perf_counter() - started_s < seconds or len(times_ms) < 5:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
         graph.replay()
         end.record()

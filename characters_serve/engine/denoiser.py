@@ -120,13 +120,17 @@ class Denoiser:
 
     @torch.no_grad()
     def _make_graph(self) -> StepGraph:
-        config, like = self._config, {"device": self._device}
-        noise = torch.zeros(self._batch, config.video_tokens, config.token_channels, **like)
-        tokens = config.audio_tokens + config.control_tokens
-        rows = torch.zeros(self._batch, tokens + 1, config.dim, dtype=self._dtype, **like)
-        condition = StepCondition(rows[:, 1:], rows[:, :1])
-        passes = len(config.noise_levels)
-        return StepGraph(lambda *inputs: self._denoise(*inputs, passes), noise, condition)
+        config, passes = self._config, len(self._config.noise_levels)
+        noise = torch.zeros(
+            self._batch, config.video_tokens, config.token_channels, device=self._device
+        )
+        rows = 1 + config.audio_tokens + config.control_tokens
+        given = torch.zeros(self._batch, rows, config.dim, device=self._device, dtype=self._dtype)
+
+        def run(noise: Tensor, condition: StepCondition) -> Tensor:
+            return self._denoise(noise, condition, passes)
+
+        return StepGraph(run, noise, StepCondition(given[:, 1:], given[:, :1]))
 
     def _levels(self, passes: int) -> list[tuple[int, float]]:
         """(cache index, noise level) of each pass. Fewer passes keep the first and the last, so

@@ -43,7 +43,7 @@ class StepGraph:
             return
         self._captured = None
         with steady:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self._run(self._noise, self._condition)
