@@ -187,9 +187,13 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
 
 
 def bench(_config: Config, options: argparse.Namespace) -> int:
-    from characters_serve.bench import turns
+    if options.what == "turns":
+        from characters_serve.bench import turns
 
-    return turns.main(options.arguments)
+        return turns.main(options.arguments)
+    from characters_serve.bench import waterfall
+
+    return waterfall.main(options.what, options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,13 +241,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
 
-    command = commands.add_parser("bench", help="time spoken turns through a real browser")
-    command.add_argument("what", choices=("turns",))
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench turns --help")
-    command.set_defaults(command=bench, config=None, set=None, log_level="info")
-
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)
+
+    command = commands.add_parser("bench", help="time spoken turns, or the step and its kernels")
+    command.add_argument("what", choices=("turns", "step", "waterfall", "kernels"))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench WHAT --help")
+    command.set_defaults(command=bench, config=None, set=None, log_level="info")
     return parser
 
 

@@ -177,7 +177,13 @@ class Optimizations(Frozen):
 
     write_time_rope: bool = True
     ring_cache: bool = True
+    fp8_gemm: bool = False
+    fp8_kv_cache: bool = False
+    fused_pre_attention: bool = False
+    fused_norm_quant: bool = False
     precomputed_modulation: bool = True
+    compile: bool = False
+    cuda_graphs: bool = False
     dedicated_decoder: bool = True
 
     @model_validator(mode="after")
@@ -186,6 +192,16 @@ class Optimizations(Frozen):
             raise ValueError(
                 "ring_cache needs write_time_rope: once the ring wraps, slot order is no longer "
                 "time order, so keys rotated by slot at read time get wrong positions"
+            )
+        if self.fused_pre_attention and not self.ring_cache:
+            raise ValueError(
+                "fused_pre_attention needs ring_cache: its kernel writes rotated keys straight "
+                "into the ring's slots"
+            )
+        if self.cuda_graphs and not self.fused_pre_attention:
+            raise ValueError(
+                "cuda_graphs needs fused_pre_attention: only there the ring slot and the positions "
+                "live on the device, so that one captured step serves every step"
             )
         return self
 
@@ -422,6 +438,8 @@ class Config(Frozen):
             deal(self.model, self.engine.tensor_parallel)
         except ValueError as error:
             raise ValueError(f"engine.tensor_parallel: {error}") from error
+        if self.optimizations.cuda_graphs and self.engine.device != "cuda":
+            raise ValueError("optimizations.cuda_graphs needs engine.device cuda")
         return self
 
 

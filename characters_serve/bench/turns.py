@@ -36,8 +36,7 @@ import numpy as np
 import psutil
 import torch
 
-from characters_serve.bench.origin import commit
-from characters_serve.bench.step import device_name
+from characters_serve.bench.origin import commit, device_name
 
 QUESTIONS: Final = (
     "What is your name?",

@@ -10,11 +10,15 @@ always reads the same addresses. Knows nothing of the model that reads it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from characters_serve.config import ModelConfig
-from characters_serve.messages import StepInput
+
+if TYPE_CHECKING:
+    from characters_serve.messages import StepInput
 
 _PCM_SCALE = 1 / 32_768
 _PASSES = 1

@@ -36,7 +36,7 @@ from characters_serve.model.shard import Shard, deal, narrow
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 _TIME_FEATURES = 256
 
 
@@ -85,8 +85,8 @@ class Block(nn.Module):
         self.modulation = LowRankModulation(model.dim, model.adaln_rank, 3)
         self.in_projection = ColumnParallelLinear(model.dim, in_projection_cut(model, shard))
         self.out_projection = RowParallelLinear(out_cut, model.dim, all_reduce)
-        self.q_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
-        self.k_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
+        self.q_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS)
+        self.k_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS)
         nn.init.normal_(self.out_projection.weight, std=0.3 * out_cut.size**-0.5)
 
     def modulate(self, noise_embedding: Tensor) -> Modulation:
@@ -95,14 +95,25 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, modulation: Modulation, attend: Attend) -> Tensor:
         """attend: q, k, v (B, S, H, head_dim), not rotated -> (B, S, H x head_dim)."""
-        h = functional.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_NORM_EPS)
-        h = h * modulation.scale + modulation.shift
-        q, k, v, mlp = self.in_projection(h).split(self.splits, dim=-1)
+        h = norm_modulate(x_BSD, modulation.scale, modulation.shift)
+        q, k, v, mlp = self.heads(self.in_projection(h))
+        branch: Tensor = self.out_projection(join(attend(q, k, v), mlp))
+        return x_BSD + modulation.gate * branch
+
+    def heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, S, sum of splits) -> normed q and k, v (B, S, H, head_dim), and the MLP's half."""
+        q, k, v, mlp = torch.split(projected, self.splits, dim=-1)
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (q, k, v))
-        attended = attend(self.q_norm(q), self.k_norm(k), v)
-        activated = functional.gelu(mlp, approximate="tanh")
-        out: Tensor = self.out_projection(torch.cat([attended, activated], -1))
-        return x_BSD + modulation.gate * out
+        return self.q_norm(q), self.k_norm(k), v, mlp
+
+
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * scale + shift
+
+
+def join(attended: Tensor, mlp: Tensor) -> Tensor:
+    """Both halves of the out-projection's input."""
+    return torch.cat([attended, functional.gelu(mlp, approximate="tanh")], -1)
 
 
 class FinalLayer(nn.Module):
@@ -118,8 +129,7 @@ class FinalLayer(nn.Module):
         return shift, 1 + scale
 
     def forward(self, x_BVD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        h = functional.layer_norm(x_BVD, x_BVD.shape[-1:], eps=_NORM_EPS)
-        result: Tensor = self.out(h * scale + shift)
+        result: Tensor = self.out(norm_modulate(x_BVD, scale, shift))
         return result
 
 
@@ -142,6 +152,7 @@ class CharacterDiT(nn.Module):
         super().__init__()
         shard = shard or deal(model, 1)[0]
         self.config = model
+        self.shard = shard
         self.rank_config = narrow(model, shard)
         dim = model.dim
         self.log_mel = log_mel_for(model)
@@ -211,6 +222,7 @@ class CharacterDiT(nn.Module):
         positions = rotary_positions(self.config, x.device).prefix()[: x.shape[1]]
 
         def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+            cache.calibrate(block, q, k, v)
             for index in range(self.config.num_caches):
                 cache.store_prefix(block, index, k, v)
             return attention(rotate(q, positions), rotate(k, positions), v)
