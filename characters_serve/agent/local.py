@@ -497,19 +497,19 @@ class LocalAgent:
         lines = self._history.lines(HISTORY_LINES)
         try:
             async with aclosing(self._chat.reply(lines, first_token)) as sentences:
-                first = asyncio.ensure_future(anext(sentences, None))
+                first = asyncio.ensure_future(_next(sentences))
                 try:
                     if self._filler_after_s:
                         await asyncio.wait([first], timeout=self._filler_after_s)
                     if self._filler_after_s and not first.done():
                         yield self._persona.filler()
-                    sentence = await first
+                    found = await first
                 finally:
                     first.cancel()
-                while sentence is not None:
+                while found is not None:
                     empty = False
-                    yield sentence
-                    sentence = await anext(sentences, None)
+                    yield found
+                    found = await _next(sentences)
             if empty:
                 raise ChatFailed("the chat endpoint sent an empty reply")
         except ChatFailed as error:
@@ -520,6 +520,12 @@ class LocalAgent:
     def _emit(self, event: AgentEvent) -> None:
         if self._open:
             self._emit_event(event)
+
+
+async def _next(sentences: AsyncGenerator[str, None]) -> str | None:
+    async for sentence in sentences:
+        return sentence
+    return None
 
 
 def _joined(orders: list[Hear]) -> list[Hear]:

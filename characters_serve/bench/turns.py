@@ -82,18 +82,21 @@ WATCH_JS: Final = """
   window.RTCPeerConnection = class extends Peer {
     constructor(...options) {
       super(...options);
-      setInterval(() => {
-        for (const receiver of this.getReceivers()) {
-          if (receiver.track.kind !== "audio") continue;
-          for (const { audioLevel, timestamp } of receiver.getSynchronizationSources()) {
-            if (audioLevel === undefined || audioLevel < 0.01) continue;
-            const atMs = timestamp - performance.timeOrigin;
-            const last = watch.sounds.at(-1);
-            if (last && atMs - last[1] < 400) last[1] = atMs;
-            else watch.sounds.push([atMs, atMs]);
-          }
-        }
-      }, 10);
+      this.addEventListener("track", ({ track }) => {
+        if (track.kind !== "audio") return;
+        const context = new AudioContext();
+        const analyser = new AnalyserNode(context, { fftSize: 512 });
+        context.createMediaStreamSource(new MediaStream([track])).connect(analyser);
+        const samples = new Float32Array(analyser.fftSize);
+        setInterval(() => {
+          analyser.getFloatTimeDomainData(samples);
+          if (samples.every((sample) => Math.abs(sample) < 0.01)) return;
+          const atMs = performance.now();
+          const last = watch.sounds.at(-1);
+          if (last && atMs - last[1] < 400) last[1] = atMs;
+          else watch.sounds.push([atMs, atMs]);
+        }, 10);
+      });
     }
     createDataChannel(label, options) {
       const channel = super.createDataChannel(label, options);

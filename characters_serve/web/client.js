@@ -121,8 +121,10 @@ export class CharacterSession extends EventTarget {
   #events = null;
   /** @type {RTCDataChannel|null} */
   #probe = null;
-  /** @type {ReturnType<typeof setInterval>|undefined} */
-  #listening;
+  /** @type {AudioContext|null} */
+  #ear = null;
+  #stopListening = () => {};
+  #leastRttMs = Infinity;
   #nextPing = 0;
   #lastPongMs = 0;
   /** @type {Record<string, number|null>} */
@@ -499,33 +501,46 @@ export class CharacterSession extends EventTarget {
       this.#lastPongMs = nowMs;
       this.#mediaMs = pong.media_ms ?? this.#mediaMs;
       this.#metrics.rtt_ms = Math.round((nowMs - pong.c) * 10) / 10;
+      this.#leastRttMs = Math.min(this.#leastRttMs, nowMs - pong.c);
       this.#emit("metrics", { ...this.#metrics });
     });
   }
 
-  /** Tells the server when the first sound of the answer was really played here. */
+  /** Tells the server when the first sound of the answer was played here. */
   #listenForAnswer() {
     const { pc, probe } = { pc: this.#pc, probe: this.#probe };
-    const receiver = pc?.getReceivers().find(({ track }) => track.kind === "audio");
-    if (!pc || !receiver) return;
+    const [track] = this.#output.getAudioTracks();
+    if (!pc || !track) return;
+    // Chromium gives no audio level of a receiver whose packets carry none, hence an analyser.
+    this.#ear ??= new AudioContext();
+    const ear = this.#ear;
+    void ear.resume();
+    const source = ear.createMediaStreamSource(new MediaStream([track]));
+    const analyser = new AnalyserNode(ear, { fftSize: 1024 });
+    source.connect(analyser);
+    const samples = new Float32Array(analyser.fftSize);
     const untilMs = performance.now() + LISTEN_LIMIT_MS;
     let quiet = false;
-    clearInterval(this.#listening);
-    const listening = setInterval(() => {
-      const nowMs = performance.now();
-      if (pc !== this.#pc || nowMs > untilMs) return clearInterval(listening);
-      const [source] = receiver.getSynchronizationSources();
-      if (source?.audioLevel === undefined) return;
-      if (source.audioLevel < AUDIBLE_LEVEL) quiet = true;
+    const done = () => {
+      clearInterval(timer);
+      source.disconnect();
+      if (ear.state !== "closed") void ear.suspend();
+    };
+    const timer = setInterval(() => {
+      if (pc !== this.#pc || performance.now() > untilMs) return done();
+      if (ear.state !== "running") return;
+      analyser.getFloatTimeDomainData(samples);
+      const first = samples.findIndex((sample) => Math.abs(sample) >= AUDIBLE_LEVEL);
+      if (first < 0) quiet = true;
       else if (quiet) {
-        clearInterval(listening);
-        const playedMs = source.timestamp - performance.timeOrigin;
-        const agoMs = Math.max(0, nowMs - playedMs) + (this.#metrics.rtt_ms ?? 0) / 2;
-        if (probe?.readyState === "open") probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
+        done();
+        const agoMs = ((samples.length - first) / ear.sampleRate) * 1000 + this.#leastRttMs / 2;
+        const known = Number.isFinite(agoMs) && probe?.readyState === "open";
+        if (known) probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
       }
     }, LISTEN_PERIOD_MS);
-    this.#listening = listening;
-    this.#life.signal.addEventListener("abort", () => clearInterval(listening), { once: true });
+    this.#stopListening();
+    this.#stopListening = done;
   }
 
   /**
@@ -613,7 +628,7 @@ export class CharacterSession extends EventTarget {
       case "bot-ready":
         return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
       case "user-started-speaking":
-        clearInterval(this.#listening);
+        this.#stopListening();
         return this.#emit("speaking", { who: "user", speaking: true });
       case "user-stopped-speaking":
         this.#listenForAnswer();
@@ -731,6 +746,8 @@ export class CharacterSession extends EventTarget {
     this.#dropMic();
     if (this.#video?.srcObject === this.#output) this.#video.srcObject = null;
     this.#life.abort();
+    this.#stopListening();
+    void this.#ear?.close();
     if (tellServer) void this.#release();
     const message = error?.message ?? "";
     if (error) this.#emit("error", error);

@@ -403,7 +403,7 @@ async function drawStats() {
 /** The parts of a turn: who spends the time, what on, and the stage at which it is over. */
 const TURN_PARTS = [
   ["agent", "pause", "end_of_turn"],
-  ["agent", "understanding", "transcript"],
+  ["agent", "words", "transcript"],
   ["agent", "thinking", "reply"],
   ["agent", "voice", "first_audio"],
   ["picture", "picture", "frames"],
