@@ -66,7 +66,7 @@ def session(
         shape = (1, SMALL.frames_per_chunk, SMALL.num_controls)
         controls = torch.rand(shape, generator=random)
         count = 4 if passes is None else passes(step)
-        latents.append(denoiser.step_on_mel(mel, controls, count)[0])
+        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), count)[0])
     return torch.stack(latents)
 
 
