@@ -226,7 +226,10 @@ class ModelConfig(Frozen):
             raise ValueError(f"family {self.family} needs cache_policy per_pass")
         if self.frames_per_chunk != 4 * self.latents_per_chunk:
             raise ValueError("a latent holds four frames: frames_per_chunk does not fit")
-        if self.audio.hop * self.fps != self.audio.sample_rate or self.audio.n_fft != self.audio.hop:
+        if (
+            self.audio.hop * self.fps != self.audio.sample_rate
+            or self.audio.n_fft != self.audio.hop
+        ):
             raise ValueError("audio.hop and audio.n_fft must be one video frame's samples")
         after = self.live_avatar.audio_after_blocks
         if list(after) != sorted(set(after)) or not all(0 <= i < self.num_blocks for i in after):

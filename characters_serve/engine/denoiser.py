@@ -94,12 +94,12 @@ class Denoiser:
         levels = self._levels(passes)
         self._cache.begin_step()
         noisy = noise * levels[0][1]
-        for step, (index, level) in enumerate(levels):
-            if step:
-                noisy = self._model.renoise(clean, noisy, noise, levels[step - 1][1], level)
-            clean = self._model(
-                noisy, self._modulation(level), condition, self._cache, index
-            ).float()
+        following = [level for _, level in levels[1:]]
+        for (index, level), next_level in zip(levels, [*following, None], strict=True):
+            modulation = self._modulation(level)
+            clean = self._model(noisy, modulation, condition, self._cache, index).float()
+            if next_level is not None:
+                noisy = self._model.renoise(clean, noisy, noise, level, next_level)
         return clean
 
     def reset(self) -> None:

@@ -60,6 +60,7 @@ def session(
     image = torch.rand(1, 3, SMALL.height, SMALL.width, generator=random)
     words = torch.randn(1, prompt, SMALL.prompt_dim, generator=random) if prompt else None
     denoiser.start(image, seed, words)
+    dit: Any = denoiser._model
     latents = []
     for step in range(steps):
         mel = torch.randn(1, 28, SMALL.audio.num_mels, generator=random)

@@ -88,8 +88,8 @@ def test_a_stream_is_as_recorded(flags: dict[str, bool]) -> None:
         assert (found[chunk] - expected[chunk]).abs().max() < 1e-4, chunk
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS.keys())
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("flags", [FLAGS["as shipped"], FLAGS["shifted"], FLAGS["plain"]])
 def test_moving_all_positions_back_changes_nothing(flags: dict[str, bool], steps: int) -> None:
     """The motion latents too are moved: they keep falling behind."""
     never = stream(SMALL, Optimizations(**FLAGS["plain"]), 9)
@@ -130,8 +130,8 @@ def test_every_condition_shows() -> None:
 
     usual = first_chunk()
     for change in (
-        {"text": given.text.flip(1)},
-        {"text": torch.cat([given.text, torch.zeros(1, 1, 24)], 1).roll(1, 1)},
+        {"text": given.text.flip(2)},
+        {"text": given.text[:, :4]},
         {"reference": given.later_reference},
         {"motion": given.motion.flip(2)},
         {"features": given.features(0).flip(3)},
@@ -142,9 +142,7 @@ def test_every_condition_shows() -> None:
     longer = torch.cat([given.text, torch.zeros(1, 3, 24)], 1)
     assert torch.equal(first_chunk(text=longer), usual)
     newest = torch.cat([torch.zeros_like(given.motion[:, :, :14]), given.motion[:, :, 14:]], 2)
-    assert torch.equal(
-        first_chunk(motion=given.motion[:, :, 14:]), first_chunk(motion=newest)
-    )
+    assert torch.equal(first_chunk(motion=given.motion[:, :, 14:]), first_chunk(motion=newest))
 
 
 def test_too_long_a_prompt_is_refused() -> None:

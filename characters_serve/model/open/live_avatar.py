@@ -154,9 +154,7 @@ class LiveAvatar(nn.Module):
         self.blocks: Sequence[WanBlock] = nn.ModuleList(  # type: ignore[assignment]
             WanBlock(dim, heads, model.mlp_dim) for _ in range(model.num_blocks)
         )
-        self.speech_encoder = SpeechEncoder(
-            own.audio_layers, own.audio_dim, dim, own.audio_tokens
-        )
+        self.speech_encoder = SpeechEncoder(own.audio_layers, own.audio_dim, dim, own.audio_tokens)
         self.injectors: Sequence[Injector] = nn.ModuleList(  # type: ignore[assignment]
             Injector(dim, heads) for _ in own.audio_after_blocks
         )
@@ -267,5 +265,5 @@ class LiveAvatar(nn.Module):
     def renoise(
         clean: Tensor, noisy: Tensor, noise: Tensor, level: float, next_level: float
     ) -> Tensor:
-        """An Euler step, noisy + (next_level - level) v, put in terms of clean = noisy - level v."""
+        """An Euler step, noisy + (next_level - level) v, in terms of clean = noisy - level v."""
         return torch.lerp(clean, noisy, next_level / level)

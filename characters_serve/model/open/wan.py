@@ -165,9 +165,7 @@ def _linear_in_float32(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def text_embedding(text_dim: int, dim: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
-    )
+    return nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
 
 
 def pad_text(text_BTC: Tensor, text_len: int) -> Tensor:
