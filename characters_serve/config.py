@@ -18,6 +18,17 @@ Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+Decoder = Literal["reference_warp", "wan22", "wan21", "taehv", "taehv_super"]
+# (stride, channels) of the latents that each public video decoder reads.
+_WAN21_LATENTS, _WAN22_LATENTS = (8, 16), (16, 48)
+_DECODED_LATENTS: dict[Decoder, tuple[tuple[int, int], ...]] = {
+    "wan21": (_WAN21_LATENTS,),
+    "wan22": (_WAN22_LATENTS,),
+    "taehv": (_WAN21_LATENTS, _WAN22_LATENTS),
+    "taehv_super": (_WAN22_LATENTS,),
+}
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +52,8 @@ class ModelConfig(Frozen):
 
     name: str = "tiny"
     weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
-    decoder: Literal["reference_warp"] = "reference_warp"
+    decoder: Decoder = "reference_warp"
+    decoder_dim: int = Field(0, ge=0, description="its channels at full resolution; 0: published")
 
     width: Positive = 384
     height: Positive = 256
@@ -162,6 +174,14 @@ class ModelConfig(Frozen):
             raise ValueError("noise_levels must fall from pass to pass")
         if levels[-1] <= 0 or levels[0] > 1:
             raise ValueError("noise_levels must lie in (0, 1]")
+        latents = _DECODED_LATENTS.get(self.decoder)
+        if latents and (self.latent_stride, self.latent_channels) not in latents:
+            known = " or ".join(f"{stride} and {channels}" for stride, channels in latents)
+            raise ValueError(
+                f"decoder {self.decoder} reads latents of latent_stride and latent_channels {known}"
+            )
+        if latents and self.frames_per_chunk % 4:
+            raise ValueError(f"decoder {self.decoder} makes 4 frames of each latent")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")
         return self

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+FRAMES_PER_LATENT = 4
+
 
 class StreamState:
     """What one stream's decoding (or encoding) remembers: the last input frames of its layers.
@@ -41,6 +43,15 @@ class StreamState:
         return sum(past.numel() * past.element_size() for past in self._past.values())
 
 
+@torch.no_grad()
+def lay_out_channels_last(network: nn.Module) -> None:
+    """Weights of convolutions as activations are: channels innermost."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in network.parameters():
+        if parameter.ndim in formats:
+            parameter.data = parameter.contiguous(memory_format=formats[parameter.ndim])
+
+
 def after_past(past_BTHWC: Tensor, x_BTHWC: Tensor) -> Tensor:
     """past, then x, in one buffer; past becomes the buffer's last frames."""
     padded = torch.cat([past_BTHWC, x_BTHWC], dim=1)
@@ -53,7 +64,12 @@ class FrameConv(nn.Conv2d):
 
     def forward(self, x_BTHWC: Tensor) -> Tensor:
         y = super().forward(x_BTHWC.flatten(0, 1).permute(0, 3, 1, 2))
-        return y.permute(0, 2, 3, 1).unflatten(0, x_BTHWC.shape[:2])
+        return torch.unflatten(y.permute(0, 2, 3, 1), 0, x_BTHWC.shape[:2])
+
+
+def as_patches(x_BTHWC: Tensor, side: int) -> Tensor:
+    """A view of the picture's squares: (B, T, H side, W side, C) -> (B, T, H, side, W, side, C)."""
+    return torch.unflatten(torch.unflatten(x_BTHWC, 3, (-1, side)), 2, (-1, side))
 
 
 def nearest_2x(x_HWC: Tensor) -> Tensor:

@@ -15,12 +15,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from characters_serve.model.decoders.stream import FrameConv, StreamState, after_past, nearest_2x
+from characters_serve.model.decoders.stream import (
+    FRAMES_PER_LATENT,
+    FrameConv,
+    StreamState,
+    after_past,
+    as_patches,
+    nearest_2x,
+)
 
 Variant = Literal["taew2_1", "taew2_2", "taew2_2_super"]
 
 DIM = 64
-FRAMES_PER_LATENT = 4
 # The first latent stands for one frame: three of its four come out only to fill the memories.
 _TRIMMED_FRAMES = 3
 
@@ -41,7 +47,7 @@ _LAYOUTS: dict[Variant, _Layout] = {
 class MemoryBlock(nn.Module):
     """A residual block that also sees its own input of the frame before."""
 
-    def __init__(self, channels: int, layers: Sequence[nn.Module], rectified: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Module], rectified: bool) -> None:
         super().__init__()
         self.conv = nn.Sequential(*layers)
         self._rectified = rectified
@@ -60,7 +66,7 @@ def _block(channels: int) -> MemoryBlock:
         nn.ReLU(inplace=True),
         FrameConv(channels, channels, 3, padding=1),
     ]
-    return MemoryBlock(channels, layers, rectified=True)
+    return MemoryBlock(layers, rectified=True)
 
 
 def _super_block(channels: int) -> MemoryBlock:
@@ -70,7 +76,7 @@ def _super_block(channels: int) -> MemoryBlock:
         nn.ReLU(inplace=True),
         FrameConv(4 * channels, channels, 1, bias=False),
     ]
-    return MemoryBlock(channels, layers, rectified=False)
+    return MemoryBlock(layers, rectified=False)
 
 
 class Squash(nn.Module):
@@ -87,7 +93,7 @@ class PixelShuffle2x(nn.Module):
     """Channels (colour, row, column) to pixels, as torch's pixel_shuffle reads them."""
 
     def forward(self, x_BTHWC: Tensor) -> Tensor:
-        h = x_BTHWC.unflatten(-1, (-1, 2, 2)).permute(0, 1, 2, 5, 3, 6, 4)
+        h = torch.unflatten(x_BTHWC, -1, (-1, 2, 2)).permute(0, 1, 2, 5, 3, 6, 4)
         return h.flatten(4, 5).flatten(2, 3)
 
 
@@ -100,8 +106,8 @@ class Grow(nn.Module):
         self.conv = FrameConv(channels, stride * channels, 1, bias=False)
 
     def forward(self, x_BTHWC: Tensor) -> Tensor:
-        h: Tensor = self.conv(x_BTHWC)
-        return h.unflatten(-1, (self.stride, -1)).movedim(-2, 2).flatten(1, 2)
+        grown = torch.unflatten(self.conv(x_BTHWC), -1, (self.stride, -1))
+        return grown.movedim(-2, 2).flatten(1, 2)
 
 
 class Pool(nn.Module):
@@ -113,12 +119,14 @@ class Pool(nn.Module):
         self.conv = FrameConv(stride * channels, channels, 1, bias=False)
 
     def forward(self, x_BTHWC: Tensor) -> Tensor:
-        joined = x_BTHWC.unflatten(1, (-1, self.stride)).movedim(2, -2).flatten(-2)
+        joined = torch.unflatten(x_BTHWC, 1, (-1, self.stride)).movedim(2, -2).flatten(-2)
         pooled: Tensor = self.conv(joined)
         return pooled
 
 
 class TAEHV(nn.Module):
+    darkest = 0.0
+
     def __init__(self, variant: Variant, dim: int = DIM, widths: Sequence[int] = ()) -> None:
         """dim, widths: of the encoder and of the decoder's stages, other than the published."""
         super().__init__()
@@ -154,8 +162,7 @@ class TAEHV(nn.Module):
             frames_BTHWC = torch.cat([frames_BTHWC, repeated], dim=1)
         h = frames_BTHWC
         if self.patch == 2:
-            h = h.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-            h = h.permute(0, 1, 2, 4, 6, 3, 5).flatten(-3)
+            h = as_patches(h, 2).permute(0, 1, 2, 4, 6, 3, 5).flatten(-3)
         return _run(self.encoder, h, state)
 
 

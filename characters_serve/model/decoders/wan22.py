@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from characters_serve.model.decoders.stream import StreamState
+from characters_serve.model.decoders.stream import StreamState, as_patches
 from characters_serve.model.decoders.wan_layers import (
     Decoder,
     Downsample,
@@ -98,9 +98,9 @@ class UpStage(Layer):
         if self.factors == (1, 1):
             return h
         _, space = self.factors
-        blocks = h.unflatten(3, (-1, space)).unflatten(2, (-1, space))
         # (B, T, time, H, row, W, column, C); time is 1 for the stream's first latent.
-        blocks.unflatten(1, (x_BTHWC.shape[1], -1)).add_(_spread(x_BTHWC, h.shape[-1]))
+        blocks = torch.unflatten(as_patches(h, space), 1, (x_BTHWC.shape[1], -1))
+        blocks.add_(_spread(x_BTHWC, h.shape[-1]))
         return h
 
 
@@ -111,9 +111,10 @@ def _mean_shortcut(x_BTHWC: Tensor, time: int, space: int, channels: int) -> Ten
     """
     if x_BTHWC.shape[1] % time:
         x_BTHWC = torch.cat([torch.zeros_like(x_BTHWC[:, :1]), x_BTHWC], dim=1)
-    blocks = x_BTHWC.unflatten(3, (-1, space)).unflatten(2, (-1, space)).unflatten(1, (-1, time))
+    blocks = torch.unflatten(as_patches(x_BTHWC, space), 1, (-1, time))
     # (B, T, time, H, row, W, column, C) -> (B, T, H, W, C, time, row, column)
-    return blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(-4).unflatten(-1, (channels, -1)).mean(-1)
+    joined = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(-4)
+    return torch.unflatten(joined, -1, (channels, -1)).mean(-1)
 
 
 def _spread(x_BTHWC: Tensor, channels: int) -> Tensor:
@@ -122,7 +123,7 @@ def _spread(x_BTHWC: Tensor, channels: int) -> Tensor:
     Channels repeated side by side and read as (channel, time, row, column): at these widths that
     is the channel itself everywhere, or the first of a pair for even rows, the second for odd.
     """
-    pairs = x_BTHWC.unflatten(-1, (channels, -1))
+    pairs = torch.unflatten(x_BTHWC, -1, (channels, -1))
     return pairs.movedim(-1, 3)[:, :, None, :, :, :, None]
 
 

@@ -18,9 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from characters_serve.model.decoders.stream import FrameConv, StreamState, after_past, nearest_2x
+from characters_serve.model.decoders.stream import (
+    FRAMES_PER_LATENT,
+    FrameConv,
+    StreamState,
+    after_past,
+    as_patches,
+    nearest_2x,
+)
 
-FRAMES_PER_LATENT = 4
 _NORM_EPS = 1e-12
 
 
@@ -31,15 +37,12 @@ class ChannelNorm(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * num_axes))
 
-    def forward(self, x_BTHWC: Tensor) -> Tensor:
-        return channel_norm(x_BTHWC, self.gamma)
-
 
 def channel_norm(x_BTHWC: Tensor, gamma: Tensor) -> Tensor:
     """x / |x| x sqrt(C) x gamma over each position's channels; the length in float32."""
     wide = torch.promote_types(x_BTHWC.dtype, torch.float32)
-    length = torch.linalg.vector_norm(x_BTHWC, dim=-1, keepdim=True, dtype=wide)
-    scale = x_BTHWC.shape[-1] ** 0.5 / length.clamp_min(_NORM_EPS)
+    length: Tensor = torch.linalg.vector_norm(x_BTHWC, dim=-1, keepdim=True, dtype=wide)
+    scale: Tensor = x_BTHWC.shape[-1] ** 0.5 / length.clamp_min(_NORM_EPS)
     return x_BTHWC * scale.to(x_BTHWC.dtype) * gamma.flatten()
 
 
@@ -78,7 +81,9 @@ class CausalConv(nn.Conv3d):
         )
         self.past_frames = kernel[0] - time_stride
 
-    def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
+    def forward(  # type: ignore[override]  # its keys are a convolution's, its past comes beside
+        self, x_BTHWC: Tensor, state: StreamState
+    ) -> Tensor:
         past = state.past(self, x_BTHWC, self.past_frames)
         return self.on_padded(after_past(past, x_BTHWC))
 
@@ -157,7 +162,7 @@ class Upsample(Layer):
         if self.time_conv is None or not state.started:
             upsampled = nearest_2x(x_BTHWC)
         else:
-            pairs = self.time_conv(x_BTHWC, state).unflatten(-1, (2, -1))
+            pairs = torch.unflatten(self.time_conv(x_BTHWC, state), -1, (2, -1))
             upsampled = nearest_2x(pairs.movedim(-2, 2)).flatten(1, 2)
         frames: Tensor = self.resample["1"](upsampled)
         return frames
@@ -243,6 +248,10 @@ class Decoder(Coder):
 class WanVAE(nn.Module):
     """patch: pixels of a side that are folded into channels. mean, std: of each latent channel."""
 
+    darkest = -1.0
+    mean: Tensor
+    std: Tensor
+
     def __init__(
         self,
         encoder: Encoder,
@@ -286,22 +295,19 @@ class WanVAE(nn.Module):
                 f"{frames_BTHWC.shape[1]} frames are not {len(alone)} and a multiple of "
                 f"{FRAMES_PER_LATENT}"
             )
-        chunks = self._fold(frames_BTHWC).split(alone + [FRAMES_PER_LATENT] * fours, dim=1)
+        chunks = torch.split(self._fold(frames_BTHWC), alone + [FRAMES_PER_LATENT] * fours, dim=1)
         moments = []
         for chunk in chunks:
             moments.append(self.encoder(chunk, state))
             state.started = True
         mean, _log_variance = _pointwise(self.conv1, torch.cat(moments, dim=1)).chunk(2, dim=-1)
-        normalised: Tensor = (mean - self.mean) / self.std
-        return normalised
+        return (mean - self.mean) / self.std
 
     def _fold(self, frames_BTHWC: Tensor) -> Tensor:
         """Pixels into channels, (colour, column, row) from slowest to fastest."""
-        patch = self.patch
-        h = frames_BTHWC.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
-        return h.permute(0, 1, 2, 4, 6, 5, 3).flatten(-3)
+        patches = as_patches(frames_BTHWC, self.patch)
+        return patches.permute(0, 1, 2, 4, 6, 5, 3).flatten(-3)
 
     def _unfold(self, x_BTHWC: Tensor) -> Tensor:
-        patch = self.patch
-        h = x_BTHWC.unflatten(-1, (3, patch, patch))
+        h = torch.unflatten(x_BTHWC, -1, (3, self.patch, self.patch))
         return h.permute(0, 1, 2, 6, 3, 5, 4).flatten(4, 5).flatten(2, 3)
