@@ -145,6 +145,29 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
     return 0 if all(finding.good for finding in findings) else EXIT_FAILED
 
 
+def convert(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.model.open.convert import convert as convert_checkpoint
+    from characters_serve.model.weights import WeightsError
+
+    if config.model.family != options.family:
+        raise ConfigError(
+            f"model.family: the configuration is of {config.model.family}, not {options.family}; "
+            "name the model's file with --config"
+        )
+    try:
+        convert_checkpoint(
+            config.model,
+            options.source,
+            options.destination,
+            lora=options.lora,
+            lora_alpha=options.lora_alpha,
+        )
+    except (OSError, WeightsError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    print(f"--set model.weights={options.destination}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -174,6 +197,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, required=True, help="the MP4 to write")
     command.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
     command.set_defaults(command=render)
+
+    command = commands.add_parser(
+        "convert", parents=[common], help="published weights of an open model to a folder of ours"
+    )
+    command.add_argument("--family", choices=["live_avatar"], required=True)
+    command.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
+    command.add_argument(
+        "--lora-alpha", type=float, default=64.0, help="the file does not say it; LiveAvatar: 64"
+    )
+    command.add_argument("source", type=Path, help="the checkpoint: a file, or its folder")
+    command.add_argument("destination", type=Path, help="the folder to write")
+    command.set_defaults(command=convert)
 
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)

@@ -7,6 +7,7 @@ built.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,9 +48,31 @@ class AudioConfig(Frozen):
     future_frames: int = Field(4, ge=0)
 
 
+class WanConfig(Frozen):
+    """What the models of the Wan line add to the common geometry."""
+
+    freq_dim: Positive = Field(256, description="sines and cosines of the noise level")
+    text_dim: Positive = 4096
+    text_len: Positive = Field(512, description="rows that shorter prompts are filled up to")
+    text_embedding: str | None = Field(None, description="safetensors file with `text` (n, dim)")
+
+
+class LiveAvatarConfig(Frozen):
+    """Audio and the conditions of a LiveAvatar (Wan2.2-S2V) model."""
+
+    wav2vec2: str | None = Field(None, description="folder of the speech model")
+    audio_layers: Positive = Field(25, description="hidden states of the speech model, all mixed")
+    audio_dim: Positive = 1024
+    audio_tokens: Positive = Field(4, description="per latent; one learned token is added")
+    audio_after_blocks: tuple[int, ...] = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)
+    motion_latents: tuple[int, int, int] = Field((1, 2, 16), description="packed at 1x, 2x, 4x")
+    reference_distance: Positive = Field(30, description="latents from the chunk's first")
+
+
 class ModelConfig(Frozen):
     """Geometry of one character model; every hop takes sizes, rates and counts from here."""
 
+    family: Literal["characters", "live_avatar"] = "characters"
     name: str = "tiny"
     weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
     decoder: Decoder = "reference_warp"
@@ -59,14 +82,15 @@ class ModelConfig(Frozen):
     height: Positive = 256
     fps: Positive = 24
     frames_per_chunk: Positive = 4
+    latents_per_chunk: Positive = 1
     latent_stride: Positive = 32
     patch: Positive = 1
     latent_channels: Positive = 64
 
     audio: AudioConfig = AudioConfig()
-    audio_tokens: Positive = 4
+    audio_tokens: int = Field(4, ge=0)
     num_controls: Positive = 7
-    control_tokens: Positive = 1
+    control_tokens: int = Field(1, ge=0)
     reference_stride: Positive = Field(32, description="pixels of the reference per identity token")
     prompt_slots: int = Field(0, ge=0)
     prompt_dim: int = Field(0, ge=0)
@@ -85,6 +109,9 @@ class ModelConfig(Frozen):
     window_chunks: Positive = Field(5, description="chunks in the cache, the current one included")
     position_reset_steps: Positive = 42
 
+    wan: WanConfig | None = None
+    live_avatar: LiveAvatarConfig | None = None
+
     @property
     def token_stride(self) -> int:
         return self.latent_stride * self.patch
@@ -99,7 +126,7 @@ class ModelConfig(Frozen):
 
     @property
     def video_tokens(self) -> int:
-        return self.grid_rows * self.grid_columns
+        return self.latents_per_chunk * self.grid_rows * self.grid_columns
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -122,8 +149,20 @@ class ModelConfig(Frozen):
         return self.reference_rows * self.reference_columns
 
     @property
+    def motion_grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Tokens of the packed motion latents, (times, rows, columns) at 1x, 2x and 4x: a token
+        covers 1, 2, 4 latents in time and 2, 4, 8 in each direction; what is left over is cut."""
+        if self.live_avatar is None:
+            return ()
+        rows, columns = self.height // self.latent_stride, self.width // self.latent_stride
+        return tuple(
+            (latents // pack, rows // (2 * pack), columns // (2 * pack))
+            for latents, pack in zip(self.live_avatar.motion_latents, (1, 2, 4), strict=True)
+        )
+
+    @property
     def prefix_slots(self) -> int:
-        return self.reference_tokens + self.prompt_slots
+        return self.reference_tokens + self.prompt_slots + sum(map(math.prod, self.motion_grids))
 
     @property
     def cache_slots(self) -> int:
@@ -184,6 +223,37 @@ class ModelConfig(Frozen):
             raise ValueError(f"decoder {self.decoder} makes 4 frames of each latent")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")
+        return self
+
+    @model_validator(mode="after")
+    def _family_has_its_parts(self) -> ModelConfig:
+        if self.family == "characters":
+            if self.wan or self.live_avatar:
+                raise ValueError("wan and live_avatar are settings of other families")
+            return self
+        if self.wan is None or self.live_avatar is None:
+            raise ValueError(f"family {self.family} needs wan and live_avatar")
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError(
+                "audio_tokens, control_tokens and prompt_slots must be 0: voice and text are "
+                "cross-attended to, and take no slots"
+            )
+        if self.patch != 2 or self.reference_stride != self.token_stride:
+            raise ValueError("patch must be 2, and reference_stride one token's pixels")
+        if self.cache_policy != "per_pass":
+            raise ValueError(f"family {self.family} needs cache_policy per_pass")
+        if self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("a latent holds four frames: frames_per_chunk does not fit")
+        if (
+            self.audio.hop * self.fps != self.audio.sample_rate
+            or self.audio.n_fft != self.audio.hop
+        ):
+            raise ValueError("audio.hop and audio.n_fft must be one video frame's samples")
+        after = self.live_avatar.audio_after_blocks
+        if list(after) != sorted(set(after)) or not all(0 <= i < self.num_blocks for i in after):
+            raise ValueError("live_avatar.audio_after_blocks must rise and name blocks")
         return self
 
 

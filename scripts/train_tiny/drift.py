@@ -66,7 +66,8 @@ def measure(names: list[str], minutes: float, wavs: Path) -> tuple[dict[str, Any
     for chunk in range(chunks):
         mel = network.log_mel(pcm[chunk * step : chunk * step + window].expand(len(names), -1))
         controls = np.stack([one.next(model.frames_per_chunk, speaking=True) for one in idle])
-        latents = denoiser.step_on_mel(mel, torch.from_numpy(controls), len(model.noise_levels))
+        condition = network.condition_on_mel(mel, torch.from_numpy(controls))
+        latents = denoiser.denoise(condition, len(model.noise_levels))
         look = chunk % LOOK_EVERY_CHUNKS
         if look >= LOOK_CHUNKS:
             continue
