@@ -69,10 +69,20 @@ class LiveAvatarConfig(Frozen):
     reference_distance: Positive = Field(30, description="latents from the chunk's first")
 
 
+class CausalWanConfig(Frozen):
+    """What a causal Wan model remembers, in latents; the sink is the stream's own beginning."""
+
+    window_latents: Positive = Field(description="in the cache: sink and current chunk included")
+    sink_latents: int = Field(0, ge=0, description="the first ones, which are never dropped")
+    sink_distance: Literal["growing", "constant"] = Field(
+        "growing", description="constant: the sink keeps its place in the window"
+    )
+
+
 class ModelConfig(Frozen):
     """Geometry of one character model; every hop takes sizes, rates and counts from here."""
 
-    family: Literal["characters", "live_avatar"] = "characters"
+    family: Literal["characters", "live_avatar", "causal_wan"] = "characters"
     name: str = "tiny"
     weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
     decoder: Decoder = "reference_warp"
@@ -105,12 +115,15 @@ class ModelConfig(Frozen):
     rope_theta: tuple[float, float, float] = (1000.0, 50.0, 50.0)
 
     noise_levels: tuple[float, ...] = Field((1.0, 0.75, 0.5, 0.25), description="one pass for each")
-    cache_policy: Literal["last_pass", "per_pass"] = "last_pass"
+    first_noise_levels: tuple[float, ...] = Field((), description="of the first chunk, if others")
+    redraw_noise: bool = Field(False, description="new noise for each pass, not the chunk's own")
+    cache_policy: Literal["last_pass", "per_pass", "clean_pass"] = "last_pass"
     window_chunks: Positive = Field(5, description="chunks in the cache, the current one included")
     position_reset_steps: Positive = 42
 
     wan: WanConfig | None = None
     live_avatar: LiveAvatarConfig | None = None
+    causal_wan: CausalWanConfig | None = None
 
     @property
     def token_stride(self) -> int:
@@ -228,8 +241,11 @@ class ModelConfig(Frozen):
     @model_validator(mode="after")
     def _family_has_its_parts(self) -> ModelConfig:
         if self.family == "characters":
-            if self.wan or self.live_avatar:
-                raise ValueError("wan and live_avatar are settings of other families")
+            if self.wan or self.live_avatar or self.causal_wan:
+                raise ValueError("wan, live_avatar, causal_wan are settings of other families")
+            return self
+        if self.family == "causal_wan":
+            self._check_causal_wan()
             return self
         if self.wan is None or self.live_avatar is None:
             raise ValueError(f"family {self.family} needs wan and live_avatar")
@@ -255,6 +271,24 @@ class ModelConfig(Frozen):
         if list(after) != sorted(set(after)) or not all(0 <= i < self.num_blocks for i in after):
             raise ValueError("live_avatar.audio_after_blocks must rise and name blocks")
         return self
+
+    def _check_causal_wan(self) -> None:
+        own = self.causal_wan
+        if self.wan is None or own is None or self.live_avatar is not None:
+            raise ValueError("family causal_wan needs wan and causal_wan alone")
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError("audio_tokens, control_tokens and prompt_slots must be 0")
+        if self.patch != 2 or self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("patch must be 2, and frames_per_chunk 4 x latents_per_chunk")
+        if self.cache_policy != "clean_pass" or not self.redraw_noise:
+            raise ValueError("family causal_wan needs cache_policy clean_pass and redraw_noise")
+        if self.latents_per_chunk > own.window_latents - own.sink_latents:
+            raise ValueError(
+                f"a chunk of {self.latents_per_chunk} latents does not fit into causal_wan's "
+                f"window_latents less sink_latents"
+            )
 
 
 class Optimizations(Frozen):
