@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "convert", parents=[common], help="published weights of an open model to a folder of ours"
     )
-    command.add_argument("--family", choices=["live_avatar"], required=True)
+    command.add_argument("--family", choices=["live_avatar", "causal_wan"], required=True)
     command.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
     command.add_argument(
         "--lora-alpha", type=float, default=64.0, help="the file does not say it; LiveAvatar: 64"

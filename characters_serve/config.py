@@ -19,6 +19,17 @@ Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
+Decoder = Literal["reference_warp", "wan22", "wan21", "taehv", "taehv_super"]
+# (stride, channels) of the latents that each public video decoder reads.
+_WAN21_LATENTS, _WAN22_LATENTS = (8, 16), (16, 48)
+_DECODED_LATENTS: dict[Decoder, tuple[tuple[int, int], ...]] = {
+    "wan21": (_WAN21_LATENTS,),
+    "wan22": (_WAN22_LATENTS,),
+    "taehv": (_WAN21_LATENTS, _WAN22_LATENTS),
+    "taehv_super": (_WAN22_LATENTS,),
+}
+
+
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,13 +69,24 @@ class LiveAvatarConfig(Frozen):
     reference_distance: Positive = Field(30, description="latents from the chunk's first")
 
 
+class CausalWanConfig(Frozen):
+    """What a causal Wan model remembers, in latents; the sink is the stream's own beginning."""
+
+    window_latents: Positive = Field(description="in the cache: sink and current chunk included")
+    sink_latents: int = Field(0, ge=0, description="the first ones, which are never dropped")
+    sink_distance: Literal["growing", "constant"] = Field(
+        "growing", description="constant: the sink keeps its place in the window"
+    )
+
+
 class ModelConfig(Frozen):
     """Geometry of one character model; every hop takes sizes, rates and counts from here."""
 
-    family: Literal["characters", "live_avatar"] = "characters"
+    family: Literal["characters", "live_avatar", "causal_wan"] = "characters"
     name: str = "tiny"
     weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
-    decoder: Literal["reference_warp"] = "reference_warp"
+    decoder: Decoder = "reference_warp"
+    decoder_dim: int = Field(0, ge=0, description="its channels at full resolution; 0: published")
 
     width: Positive = 384
     height: Positive = 256
@@ -93,12 +115,15 @@ class ModelConfig(Frozen):
     rope_theta: tuple[float, float, float] = (1000.0, 50.0, 50.0)
 
     noise_levels: tuple[float, ...] = Field((1.0, 0.75, 0.5, 0.25), description="one pass for each")
-    cache_policy: Literal["last_pass", "per_pass"] = "last_pass"
+    first_noise_levels: tuple[float, ...] = Field((), description="of the first chunk, if others")
+    redraw_noise: bool = Field(False, description="new noise for each pass, not the chunk's own")
+    cache_policy: Literal["last_pass", "per_pass", "clean_pass"] = "last_pass"
     window_chunks: Positive = Field(5, description="chunks in the cache, the current one included")
     position_reset_steps: Positive = 42
 
     wan: WanConfig | None = None
     live_avatar: LiveAvatarConfig | None = None
+    causal_wan: CausalWanConfig | None = None
 
     @property
     def token_stride(self) -> int:
@@ -201,6 +226,14 @@ class ModelConfig(Frozen):
             raise ValueError("noise_levels must fall from pass to pass")
         if levels[-1] <= 0 or levels[0] > 1:
             raise ValueError("noise_levels must lie in (0, 1]")
+        latents = _DECODED_LATENTS.get(self.decoder)
+        if latents and (self.latent_stride, self.latent_channels) not in latents:
+            known = " or ".join(f"{stride} and {channels}" for stride, channels in latents)
+            raise ValueError(
+                f"decoder {self.decoder} reads latents of latent_stride and latent_channels {known}"
+            )
+        if latents and self.frames_per_chunk % 4:
+            raise ValueError(f"decoder {self.decoder} makes 4 frames of each latent")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")
         return self
@@ -208,8 +241,11 @@ class ModelConfig(Frozen):
     @model_validator(mode="after")
     def _family_has_its_parts(self) -> ModelConfig:
         if self.family == "characters":
-            if self.wan or self.live_avatar:
-                raise ValueError("wan and live_avatar are settings of other families")
+            if self.wan or self.live_avatar or self.causal_wan:
+                raise ValueError("wan, live_avatar, causal_wan are settings of other families")
+            return self
+        if self.family == "causal_wan":
+            self._check_causal_wan()
             return self
         if self.wan is None or self.live_avatar is None:
             raise ValueError(f"family {self.family} needs wan and live_avatar")
@@ -235,6 +271,24 @@ class ModelConfig(Frozen):
         if list(after) != sorted(set(after)) or not all(0 <= i < self.num_blocks for i in after):
             raise ValueError("live_avatar.audio_after_blocks must rise and name blocks")
         return self
+
+    def _check_causal_wan(self) -> None:
+        own = self.causal_wan
+        if self.wan is None or own is None or self.live_avatar is not None:
+            raise ValueError("family causal_wan needs wan and causal_wan alone")
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError("audio_tokens, control_tokens and prompt_slots must be 0")
+        if self.patch != 2 or self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("patch must be 2, and frames_per_chunk 4 x latents_per_chunk")
+        if self.cache_policy != "clean_pass" or not self.redraw_noise:
+            raise ValueError("family causal_wan needs cache_policy clean_pass and redraw_noise")
+        if self.latents_per_chunk > own.window_latents - own.sink_latents:
+            raise ValueError(
+                f"a chunk of {self.latents_per_chunk} latents does not fit into causal_wan's "
+                f"window_latents less sink_latents"
+            )
 
 
 class Optimizations(Frozen):

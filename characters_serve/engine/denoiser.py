@@ -67,6 +67,7 @@ class Denoiser:
         )
         self._kept: dict[float, Any] | None = {} if optimizations.precomputed_modulation else None
         self._session: Any = None
+        self._chunks = 0
         self._generator = torch.Generator(device=self._device)
 
     @torch.no_grad()
@@ -87,31 +88,41 @@ class Denoiser:
     @torch.no_grad()
     def denoise(self, condition: Any, passes: int, noise: Tensor | None = None) -> Tensor:
         """condition: of the model; noise: (B, V, C), drawn if None -> (B, V, C) float32."""
-        config = self._config
-        shape = (self._batch, config.video_tokens, config.token_channels)
         if noise is None:
-            noise = torch.randn(shape, generator=self._generator, device=self._device)
+            noise = self._draw()
         levels = self._levels(passes)
         self._cache.begin_step()
+        self._chunks += 1
         noisy = noise * levels[0][1]
         following = [level for _, level in levels[1:]]
         for (index, level), next_level in zip(levels, [*following, None], strict=True):
             modulation = self._modulation(level)
             clean = self._model(noisy, modulation, condition, self._cache, index).float()
             if next_level is not None:
+                if self._config.redraw_noise:
+                    noise = self._draw()
                 noisy = self._model.renoise(clean, noisy, noise, level, next_level)
+        if self._config.cache_policy == "clean_pass":
+            self._model(clean, self._modulation(0.0), condition, self._cache, 0)
         return clean
 
     def reset(self) -> None:
         """Drops every trace of the session."""
         self._cache.clear()
+        self._chunks = 0
         self._session = None
+
+    def _draw(self) -> Tensor:
+        shape = (self._batch, self._config.video_tokens, self._config.token_channels)
+        return torch.randn(shape, generator=self._generator, device=self._device)
 
     def _levels(self, passes: int) -> list[tuple[int, float]]:
         """(cache index, noise level) of each pass. Fewer passes keep the first and the last, so
         that a chunk begins as noise and is remembered at the level the context was trained at.
         Under `per_pass` every pass owns a cache that must be written, so none can be left out."""
         levels = self._config.noise_levels
+        if self._config.first_noise_levels and self._chunks == 0:
+            return [(0, level) for level in self._config.first_noise_levels]
         if self._config.cache_policy == "per_pass":
             return list(enumerate(levels))
         count = min(passes, len(levels))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.model.attention import attention
+from characters_serve.model.open.frame_cache import make_frame_cache
 from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
 
 
@@ -50,6 +51,8 @@ def make_cache(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> KVCache:
+    if model.family == "causal_wan":
+        return make_frame_cache(model, optimizations, batch=batch, device=device, dtype=dtype)
     positions = rotary_positions(model, device)
     kind: type[PlainCache | ShiftedCache] = PlainCache
     if optimizations.write_time_rope:

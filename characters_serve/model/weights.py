@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,10 @@ from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.audio import log_mel_for
+from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
 from characters_serve.model.decoders.reference_warp import VideoDecoder
+from characters_serve.model.decoders.taehv import TAEHV
+from characters_serve.model.decoders.wan_layers import WanVAE
 from characters_serve.model.dit import CharacterDiT
 
 BUILTIN = Path(__file__).parent.parent / "assets" / "tiny"
@@ -38,12 +42,26 @@ def load_generator(
     return network
 
 
+class StreamDecoder(Protocol):
+    """What a decoder process runs. Each kind has a state of its own, which its caller holds."""
+
+    def start(self, image: Tensor) -> Any:
+        """image: uint8 (H, W, 3) -> the state that a session begins with."""
+
+    def decode(self, latent: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """latent: (tokens, C) -> frames (frames_per_chunk, 3, H, W) in [0, 1], the next state."""
+
+
 def load_decoder(
     model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> VideoDecoder:
-    network = _build(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
-    assert isinstance(network, VideoDecoder)
-    return network
+) -> VideoDecoder | LatentVideoDecoder:
+    if model.decoder == "reference_warp":
+        network = _build(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
+        assert isinstance(network, VideoDecoder)
+        return network
+    vae = _build(lambda: make_autoencoder(model), model, "decoder", device, dtype, seed)
+    assert isinstance(vae, WanVAE | TAEHV)
+    return LatentVideoDecoder(vae, model)
 
 
 def save_network(network: nn.Module, folder: Path, name: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from characters_serve.config import Config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.idle_controls import IdleControls
-from characters_serve.model.weights import load_decoder, load_generator
+from characters_serve.model.weights import StreamDecoder, load_decoder, load_generator
 from scripts.train_tiny.pictures import save_sheet
 
 CHARACTERS = Path(__file__).parents[2] / "characters_serve" / "assets" / "characters"
@@ -55,7 +55,7 @@ def measure(names: list[str], minutes: float, wavs: Path) -> tuple[dict[str, Any
     network = load_generator(model, device=cpu, dtype=torch.float32)
     denoiser = Denoiser(network, model, config.optimizations, batch=len(names))
     denoiser.start(images, seed=1)
-    decoder = load_decoder(model, device=cpu, dtype=torch.float32)
+    decoder: StreamDecoder = load_decoder(model, device=cpu, dtype=torch.float32)
     states = [decoder.start(images[i : i + 1]) for i in range(len(names))]
     idle = [IdleControls(10 + i, model.fps) for i in range(len(names))]
     chunks = round(minutes * 60 * model.fps / model.frames_per_chunk)

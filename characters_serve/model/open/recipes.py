@@ -30,6 +30,8 @@ class Recipe:
 def recipes_for(model: ModelConfig) -> Recipes:
     if model.family == "live_avatar":
         return live_avatar_recipes(model)
+    if model.family == "causal_wan":
+        return _trunk(model)
     raise ValueError(f"model.family {model.family} has no published checkpoints to convert")
 
 
