@@ -47,7 +47,8 @@ class Generator(Protocol):
 
 
 class Denoiser:
-    """batch: how many sessions roll in step with each other; serving uses one."""
+    """batch: how many sessions roll in step with each other; serving uses one. prompt: of sessions
+    that start without one."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Denoiser:
         optimizations: Optimizations,
         *,
         batch: int = 1,
+        prompt: Tensor | None = None,
     ) -> None:
         weight = next(iter(model.parameters()))
         self._model = model
@@ -66,6 +68,7 @@ class Denoiser:
             config, optimizations, batch=batch, device=self._device, dtype=weight.dtype
         )
         self._kept: dict[float, Any] | None = {} if optimizations.precomputed_modulation else None
+        self._prompt = prompt
         self._session: Any = None
         self._chunks = 0
         self._generator = torch.Generator(device=self._device)
@@ -77,6 +80,7 @@ class Denoiser:
         if image.dtype == torch.uint8:
             image = image.permute(2, 0, 1)[None] / 255
         self._generator.manual_seed(seed)
+        prompt = self._prompt if prompt is None else prompt
         self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
+from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.reference_image import image_tensor
 from characters_serve.engine.step_input import PackedStep
@@ -28,7 +29,6 @@ from characters_serve.messages import (
     StartCharacter,
     StepInput,
 )
-from characters_serve.model.weights import load_generator
 from characters_serve.processes import ControlLink
 
 log = logging.getLogger(__name__)
@@ -49,8 +49,9 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     model = config.model
     torch.set_num_threads(config.engine.rank_threads)
     device, dtype = choose_device(config.engine)
-    generator = load_generator(model, device=device, dtype=dtype)
-    denoiser = Denoiser(generator, model, config.optimizations)
+    generator = load_family(model, device=device, dtype=dtype)
+    prompt = load_prompt(model, device)
+    denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
     packed = PackedStep(model, device)
     all_passes = len(model.noise_levels)
     warm_ms = warm_up(denoiser, packed, model, [config.engine.degraded_passes, all_passes])

@@ -35,7 +35,7 @@ class WeightsError(ValueError):
 def load_generator(
     model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> CharacterDiT:
-    network = _build(lambda: CharacterDiT(model), model, "dit", device, dtype, seed)
+    network = load_network(lambda: CharacterDiT(model), model, "dit", device, dtype, seed)
     assert isinstance(network, CharacterDiT)
     # Log-mel is computed in float32 whatever the weights are: its range is 14 nats.
     network.log_mel = log_mel_for(model).to(device)
@@ -56,10 +56,10 @@ def load_decoder(
     model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> VideoDecoder | LatentVideoDecoder:
     if model.decoder == "reference_warp":
-        network = _build(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
+        network = load_network(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
         assert isinstance(network, VideoDecoder)
         return network
-    vae = _build(lambda: make_autoencoder(model), model, "decoder", device, dtype, seed)
+    vae = load_network(lambda: make_autoencoder(model), model, "decoder", device, dtype, seed)
     assert isinstance(vae, WanVAE | TAEHV)
     return LatentVideoDecoder(vae, model)
 
@@ -70,7 +70,7 @@ def save_network(network: nn.Module, folder: Path, name: str) -> None:
     save_file(state, folder / f"{name}.safetensors")
 
 
-def _build(
+def load_network(
     make: Callable[[], nn.Module],
     model: ModelConfig,
     name: str,
@@ -78,6 +78,7 @@ def _build(
     dtype: torch.dtype,
     seed: int,
 ) -> nn.Module:
+    """The network that `make` makes, filled from the files `name*.safetensors`."""
     torch.manual_seed(seed)
     with torch.device(device):
         network = make()

@@ -14,7 +14,7 @@ dim, L layers of the speech model, A channels of its features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -267,3 +267,54 @@ class LiveAvatar(nn.Module):
     ) -> Tensor:
         """An Euler step, noisy + (next_level - level) v, in terms of clean = noisy - level v."""
         return torch.lerp(clean, noisy, next_level / level)
+
+
+# (B, 3, H, W) in [0, 1], number of frames -> latents (B, Z, T, height, width) of that still video.
+EncodeStill = Callable[[Tensor, int], Tensor]
+
+
+class LiveAvatarGenerator(nn.Module):
+    """The network with what it needs around it: a speech model, and an encoder of the reference.
+
+    A session's conditions are its picture standing still, as the authors' multi-GPU pipeline has
+    it: the first latent is the reference, all of them are the motion before the stream.
+    """
+
+    def __init__(self, dit: LiveAvatar, hear: nn.Module, encode_still: EncodeStill) -> None:
+        super().__init__()
+        assert dit.config.live_avatar is not None
+        self.dit = dit
+        self.hear = hear
+        self._encode_still = encode_still
+        self._still_frames = 1 + 4 * (sum(dit.config.live_avatar.motion_latents) - 1)
+
+    def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None) -> list[Memory]:
+        """prompt: (B, rows, text_dim) -> the text's keys and values for the session's steps."""
+        if prompt is None:
+            raise ValueError("LiveAvatar needs the text encoder's rows of a prompt")
+        still = self._encode_still(image, self._still_frames)
+        text = self.dit.read_text(prompt)
+        self.dit.write_conditions(still[:, :, :1], still, text, cache)
+        return text
+
+    def condition(
+        self, audio_window: Tensor, controls: Tensor, session: list[Memory]
+    ) -> StepCondition:
+        """audio_window: (B, samples) at 16 kHz. Idle controls are not among its inputs."""
+        return self.dit.condition(self.hear(audio_window), session)
+
+    def modulate(self, level: Tensor) -> Modulation:
+        return self.dit.modulate(level)
+
+    def forward(
+        self,
+        noisy_BVC: Tensor,
+        modulation: Modulation,
+        condition: StepCondition,
+        cache: KVCache,
+        cache_index: int,
+    ) -> Tensor:
+        clean: Tensor = self.dit(noisy_BVC, modulation, condition, cache, cache_index)
+        return clean
+
+    renoise = staticmethod(LiveAvatar.renoise)
