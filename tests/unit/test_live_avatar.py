@@ -63,10 +63,16 @@ class Inputs:
         return tokens_of(drawn((1, LATENT[0], 3, *LATENT[1:]), 300 + chunk))
 
 
+def denoiser_for(model: ModelConfig, optimizations: Optimizations) -> Denoiser:
+    """Of the bare network: conditions are given as latents and features."""
+    dit: Any = network()
+    return Denoiser(dit, model, optimizations)
+
+
 def stream(model: ModelConfig, optimizations: Optimizations, chunks: int = CHUNKS) -> Tensor:
     """Clean chunks (chunks, V, C); the reference is another one from chunk REFRESHED_AT on."""
     dit, given = network(), Inputs()
-    denoiser = Denoiser(dit, model, optimizations)
+    denoiser = denoiser_for(model, optimizations)
     text = dit.read_text(given.text)
     found = []
     for chunk in range(chunks):
@@ -122,7 +128,7 @@ def test_every_condition_shows() -> None:
             "features": given.features(0),
             "pose": torch.zeros_like(given.pose),
         } | change
-        denoiser = Denoiser(dit, SMALL, Optimizations())
+        denoiser = denoiser_for(SMALL, Optimizations())
         text = dit.read_text(inputs["text"])
         dit.write_conditions(inputs["reference"], inputs["motion"], text, denoiser._cache)
         condition = dit.condition(inputs["features"], text, inputs["pose"])
@@ -152,7 +158,7 @@ def test_too_long_a_prompt_is_refused() -> None:
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS.keys())
 def test_a_new_session_knows_nothing_of_the_last(flags: dict[str, bool]) -> None:
-    denoiser = Denoiser(network(), SMALL, Optimizations(**flags))
+    denoiser = denoiser_for(SMALL, Optimizations(**flags))
     dit, given = network(), Inputs()
 
     def session(reference: Tensor) -> Tensor:
@@ -179,7 +185,7 @@ def test_positions_are_the_authors() -> None:
     frequencies = [1e4 ** (-torch.arange(n, dtype=torch.float64) / n) for n in pairs]
 
     def angles(table: NDArray[Any], later: int) -> Tensor:
-        axes = torch.from_numpy(table).double().split(1, dim=1)
+        axes = torch.split(torch.from_numpy(table).double(), 1, dim=1)
         axes = (axes[0] + later, *axes[1:])
         return torch.cat([a * f for a, f in zip(axes, frequencies, strict=True)], -1)
 

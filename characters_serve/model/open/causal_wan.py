@@ -116,7 +116,7 @@ class CausalWan(nn.Module):
                 condition[index],
                 lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
             )
-        velocity = self.head(x, *modulation.head)
+        velocity: Tensor = self.head(x, *modulation.head)
         return noisy_BVC - modulation.level * velocity.float()
 
     @staticmethod

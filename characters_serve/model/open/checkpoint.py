@@ -10,6 +10,7 @@ import difflib
 import pickle
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,7 +63,7 @@ class Checkpoint:
 
     def _open(self, file: Path) -> None:
         if file.suffix == ".safetensors":
-            shard = safe_open(file, framework="pt")
+            shard: Any = safe_open(file, framework="pt")
             stored = {
                 name: (tuple(shard.get_slice(name).get_shape()), lambda n=name: shard.get_tensor(n))
                 for name in shard.keys()  # noqa: SIM118 (not a mapping)

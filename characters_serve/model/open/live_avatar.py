@@ -94,10 +94,10 @@ class SpeechEncoder(nn.Module):
         mixed = torch.einsum("l,blat->bat", weights / weights.sum(), features_BLAT.float())
         # Of the repeats that the model was trained with, one reaches the chunk's own latents.
         x = functional.pad(mixed.to(self.mix.dtype), (1, 0), mode="replicate")
-        local = self.conv1_local(_causal(x)).unflatten(1, (self.num_tokens, -1))
+        local = torch.unflatten(self.conv1_local(_causal(x)), 1, (self.num_tokens, -1))
         batch = len(local)
-        local = self._strided(local.flatten(0, 1)).unflatten(0, (batch, self.num_tokens))
-        tokens = local.transpose(1, 2)
+        local = self._strided(local.flatten(0, 1))
+        tokens = torch.unflatten(local, 0, (batch, self.num_tokens)).transpose(1, 2)
         last = self.last_token.expand(batch, tokens.shape[1], 1, -1)
         whole = self.final_linear(self._strided(self.conv1_global(_causal(x))))
         return torch.cat([tokens, last], dim=2), whole
@@ -129,9 +129,9 @@ class Injector(nn.Module):
 
     def forward(self, x_BVD: Tensor, speech: InjectedSpeech) -> Tensor:
         """Each latent's tokens attend to that latent's speech."""
-        x = x_BVD.unflatten(1, (speech.shift.shape[1], -1))
+        x = torch.unflatten(x_BVD, 1, (speech.shift.shape[1], -1))
         h = layer_norm(x, _ADAIN_EPS) * speech.scale + speech.shift
-        heard = self.attn(h.flatten(0, 1), speech.memory)
+        heard: Tensor = self.attn(h.flatten(0, 1), speech.memory)
         return x_BVD + heard.view_as(x_BVD)
 
 
@@ -191,7 +191,7 @@ class LiveAvatar(nn.Module):
         counts = self.config.live_avatar.motion_latents
         missing = max(0, sum(counts) - motion.shape[2])
         newest = functional.pad(motion, (0, 0, 0, 0, missing, 0))[:, :, -sum(counts) :]
-        oldest_first = newest.to(self._dtype).split(list(reversed(counts)), dim=2)
+        oldest_first = torch.split(newest.to(self._dtype), list(reversed(counts)), dim=2)
         packed = zip(self.motion_packers, reversed(oldest_first), strict=True)
         return torch.cat([pack(part).flatten(2).transpose(1, 2) for pack, part in packed], dim=1)
 
@@ -258,7 +258,7 @@ class LiveAvatar(nn.Module):
             if index in self._injector_after:
                 injector = self._injector_after[index]
                 x = self.injectors[injector](x, condition.speech[injector])
-        velocity = self.head(x, *modulation.head)
+        velocity: Tensor = self.head(x, *modulation.head)
         return noisy_BVC - modulation.level * velocity.float()
 
     @staticmethod

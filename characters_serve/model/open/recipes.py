@@ -87,7 +87,7 @@ def _trunk(model: ModelConfig) -> Recipes:
 
     def patch_last(x: Tensor) -> Tensor:
         """The head's rows: theirs are (row, column, channel) of a patch, ours channel first."""
-        return x.unflatten(0, (PATCH, PATCH, z)).movedim(2, 0).flatten(0, 2)
+        return torch.unflatten(x, 0, (PATCH, PATCH, z)).movedim(2, 0).flatten(0, 2)
 
     found = _named("patch_embedding.weight", "patch_embedding.weight", _kernel(dim, z, 1), _flat)
     found |= _named("patch_embedding.bias", "patch_embedding.bias", (dim,))
@@ -115,7 +115,7 @@ def _trunk(model: ModelConfig) -> Recipes:
 def _self_attention(name: str, dim: int, num_heads: int) -> Recipes:
     def turned(x: Tensor) -> Tensor:
         """Rows of q and k: within a head first all that Wan turns as x, then all as y."""
-        return x.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        return torch.unflatten(x, 0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
     def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.cat([turned(q), turned(k), v])

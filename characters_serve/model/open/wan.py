@@ -143,20 +143,21 @@ class NoiseLevel(nn.Module):
 
     def __init__(self, freq_dim: int, dim: int) -> None:
         super().__init__()
-        self.half = freq_dim // 2
+        self.num_frequencies = freq_dim // 2
         self.time_embedding = nn.Sequential(
             nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(self, level: Tensor) -> tuple[Tensor, Tensor]:
-        steps = torch.arange(self.half, device=level.device, dtype=torch.float64) / self.half
+        steps = torch.arange(self.num_frequencies, device=level.device, dtype=torch.float64)
+        steps = steps / self.num_frequencies
         angles = 1000 * level.double()[..., None] * torch.exp(-math.log(10_000.0) * steps)
         x = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
         first, _, second = self.time_embedding
         embedded = _linear_in_float32(second, functional.silu(_linear_in_float32(first, x)))
         projected = _linear_in_float32(self.time_projection[1], functional.silu(embedded))
-        return embedded, projected.unflatten(-1, (6, -1))
+        return embedded, torch.unflatten(projected, -1, (6, -1))
 
 
 def _linear_in_float32(layer: nn.Module, x: Tensor) -> Tensor:
