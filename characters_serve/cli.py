@@ -161,6 +161,7 @@ def convert(config: Config, options: argparse.Namespace) -> int:
             options.destination,
             lora=options.lora,
             lora_alpha=options.lora_alpha,
+            vae=options.vae,
         )
     except (OSError, WeightsError) as error:
         return _fail(str(error), EXIT_FAILED)
@@ -204,8 +205,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--family", choices=["live_avatar", "causal_wan"], required=True)
     command.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
     command.add_argument(
-        "--lora-alpha", type=float, default=64.0, help="the file does not say it; LiveAvatar: 64"
+        "--lora-alpha", type=float, default=64.0, help="LiveAvatar: 64, LongLive: 256"
     )
+    command.add_argument("--vae", type=Path, metavar="FILE", help="of model.decoder, as published")
     command.add_argument("source", type=Path, help="the checkpoint: a file, or its folder")
     command.add_argument("destination", type=Path, help="the folder to write")
     command.set_defaults(command=convert)

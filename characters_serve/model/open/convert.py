@@ -8,7 +8,7 @@ its recipes say what is made from what.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from characters_serve.config import ModelConfig
+from characters_serve.model.decoders.latent_video import make_autoencoder
 from characters_serve.model.open.checkpoint import Checkpoint, missing_key
 from characters_serve.model.open.recipes import Recipe, Recipes, lora_targets, recipes_for
 from characters_serve.model.weights import WeightsError
@@ -77,28 +78,62 @@ def convert(
     *,
     lora: Path | None = None,
     lora_alpha: float = 64.0,
+    vae: Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = _SHARD_BYTES,
 ) -> list[Path]:
-    """Writes `dit-00001-of-0000N.safetensors` ... and returns them. Raises WeightsError."""
+    """Writes `dit-00001-of-0000N.safetensors` .. and, of `vae`, `decoder-...`; returns the files.
+
+    vae: the published file of `model.decoder`, kept in float32. Raises WeightsError.
+    """
     recipes = recipes_for(model)
     checkpoint = Checkpoint(source)
     changes = None
     if lora is not None:
         changes = Lora(Checkpoint(lora), lora_targets(recipes), lora_alpha)
     _check(checkpoint, recipes, changes)
-    if list(destination.glob("dit*.safetensors")):
-        raise WeightsError(f"{destination}: there are dit*.safetensors in it already")
+    coder = None if vae is None else Checkpoint(vae)
+    coder_recipes = _as_published(model)
+    if coder is not None:
+        _check(coder, coder_recipes, None)
+    for name in ("dit", "decoder"):
+        if list(destination.glob(f"{name}*.safetensors")):
+            raise WeightsError(f"{destination}: there are {name}*.safetensors in it already")
     destination.mkdir(parents=True, exist_ok=True)
 
     def tensor(name: str) -> Tensor:
         weight = checkpoint.get(name)
         return weight if changes is None else changes.merged(name, weight)
 
+    files = _write(recipes, tensor, destination, "dit", dtype, shard_bytes)
+    if coder is not None:
+        files += _write(
+            coder_recipes, coder.get, destination, "decoder", torch.float32, shard_bytes
+        )
+    return files
+
+
+def _as_published(model: ModelConfig) -> Recipes:
+    """Of the video autoencoder: its keys are the published ones."""
+    if model.decoder == "reference_warp":
+        return {}
+    with torch.device("meta"):
+        state = make_autoencoder(model).state_dict()
+    return {key: Recipe({key: tuple(value.shape)}, lambda x: x) for key, value in state.items()}
+
+
+def _write(
+    recipes: Recipes,
+    tensor: Callable[[str], Tensor],
+    destination: Path,
+    name: str,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> list[Path]:
     shards = list(_shards(recipes, dtype.itemsize, shard_bytes))
     files = []
     total = sum(map(_elements, recipes.values())) * dtype.itemsize
-    with tqdm(total=total, desc=str(destination), unit="B", unit_scale=True) as progress:
+    with tqdm(total=total, desc=f"{destination}/{name}", unit="B", unit_scale=True) as progress:
         for number, keys in enumerate(shards, start=1):
             held = {}
             for key in keys:
@@ -106,7 +141,7 @@ def convert(
                 built = recipe.build(*map(tensor, recipe.sources)).to(dtype)
                 held[key] = built.clone(memory_format=torch.contiguous_format)
                 progress.update(_elements(recipe) * dtype.itemsize)
-            file = destination / f"dit-{number:05}-of-{len(shards):05}.safetensors"
+            file = destination / f"{name}-{number:05}-of-{len(shards):05}.safetensors"
             save_file(held, file)
             files.append(file)
     return files
