@@ -81,9 +81,7 @@ class CausalWan(nn.Module):
         context = self.text_embedding(pad_text(text, self.config.wan.text_len))
         return [block.cross_attn.memory(context) for block in self.blocks]
 
-    def write_prefix(
-        self, image: Tensor, cache: KVCache, prompt: Tensor | None
-    ) -> list[Memory]:
+    def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None) -> list[Memory]:
         """Begins a stream: the text's keys and values, and the picture as its first latent."""
         assert self.config.wan is not None
         if prompt is None:
@@ -97,9 +95,7 @@ class CausalWan(nn.Module):
         return text
 
     @staticmethod
-    def condition(
-        audio_window: Tensor, controls: Tensor, session: list[Memory]
-    ) -> list[Memory]:
+    def condition(audio_window: Tensor, controls: Tensor, session: list[Memory]) -> list[Memory]:
         """The text is all: these models neither hear nor are led."""
         return session
 
@@ -120,7 +116,7 @@ class CausalWan(nn.Module):
                 condition[index],
                 lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
             )
-        velocity = self.head(x, *modulation.head)
+        velocity: Tensor = self.head(x, *modulation.head)
         return noisy_BVC - modulation.level * velocity.float()
 
     @staticmethod
