@@ -232,7 +232,7 @@ class ModelConfig(Frozen):
             raise ValueError(
                 f"decoder {self.decoder} reads latents of latent_stride and latent_channels {known}"
             )
-        if latents and self.frames_per_chunk % 4:
+        if latents and self.frames_per_chunk != 4 * self.latents_per_chunk:
             raise ValueError(f"decoder {self.decoder} makes 4 frames of each latent")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from characters_serve import cli
-from characters_serve.config import AudioConfig, CausalWanConfig, ModelConfig, WanConfig
 from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
-from characters_serve.model.open.causal_wan import CausalWan
 from characters_serve.model.open.checkpoint import Checkpoint
 from characters_serve.model.open.convert import Lora, convert
 from characters_serve.model.open.live_avatar import LiveAvatar
@@ -269,50 +266,6 @@ def test_the_autoencoder_comes_along_in_its_own_precision(source: Path, tmp_path
     with pytest.raises(WeightsError, match=r"part\.pth: missing key"):
         convert(SMALL, source, tmp_path / "others", vae=tmp_path / "part.pth")
     assert not (tmp_path / "others").exists()
-
-
-def test_causal_wan_of_the_published_size_has_its_names() -> None:
-    """Wan2.1-T2V-1.3B: 825 tensors, 1,418,996,800 values; nothing is allocated."""
-    model = ModelConfig(
-        family="causal_wan",
-        width=832,
-        height=480,
-        fps=16,
-        frames_per_chunk=12,
-        latents_per_chunk=3,
-        latent_stride=8,
-        patch=2,
-        latent_channels=16,
-        decoder="wan21",
-        audio=AudioConfig(sample_rate=16_000, hop=250),
-        audio_tokens=0,
-        control_tokens=0,
-        reference_stride=16,
-        dim=1536,
-        num_blocks=30,
-        num_heads=12,
-        head_dim=128,
-        mlp_dim=8960,
-        rope_split=(44, 42, 42),
-        rope_theta=(1e4, 1e4, 1e4),
-        noise_levels=(1.0, 0.9375, 0.8333333, 0.625),
-        redraw_noise=True,
-        cache_policy="clean_pass",
-        wan=WanConfig(),
-        causal_wan=CausalWanConfig(window_latents=21),
-    )
-    recipes = recipes_for(model)
-    with torch.device("meta"):
-        state = CausalWan(model).state_dict()
-    assert recipes.keys() == state.keys()
-    for key, recipe in recipes.items():
-        sources = [torch.empty(shape, device="meta") for shape in recipe.sources.values()]
-        assert recipe.build(*sources).shape == state[key].shape, key
-    shapes = [shape for recipe in recipes.values() for shape in recipe.sources.values()]
-    assert len(shapes) == 825
-    assert sum(map(math.prod, shapes)) == 1_418_996_800
-    # LongLive's LoRA: attention and MLP matrices of every block.
-    assert len(lora_targets(recipes)) == 300
 
 
 def test_an_unconverted_checkpoint_does_not_fit_the_network(state: dict[str, Tensor]) -> None:

@@ -124,7 +124,7 @@ class PlainFrameCache:
         return list(range(len(self.latents) - len(current), len(self.latents)))
 
     def _time(self, latent: int) -> int:
-        """Where a latent stands now: its number, or, in a moving sink, its place in the window."""
+        """Where a latent stands: at its number, or in a moving sink at its place in the window."""
         moved = self._sink_moves and latent < self._sink
         return latent + max(0, self._next - self._window) if moved else latent
 
