@@ -169,6 +169,25 @@ def convert(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+def embed_text(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.engine.device import choose_device
+    from characters_serve.model.open import text
+    from characters_serve.model.weights import WeightsError
+
+    if config.model.wan is None:
+        raise ConfigError("model.wan: the configuration's model takes no text; see --config")
+    device, dtype = choose_device(config.engine)
+    try:
+        rows = text.embed_text(
+            options.encoder, options.prompt, config.model.wan, device=device, dtype=dtype
+        )
+        text.save_text(rows, options.out)
+    except (OSError, WeightsError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    print(f"--set model.wan.text_embedding={options.out}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -211,6 +230,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", type=Path, help="the checkpoint: a file, or its folder")
     command.add_argument("destination", type=Path, help="the folder to write")
     command.set_defaults(command=convert)
+
+    command = commands.add_parser(
+        "embed-text", parents=[common], help="a prompt to the file that an open model reads"
+    )
+    command.add_argument("--prompt", required=True)
+    command.add_argument("encoder", type=Path, help="the folder of umt5-xxl")
+    command.add_argument("out", type=Path, help="the safetensors file to write")
+    command.set_defaults(command=embed_text)
 
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)
