@@ -72,6 +72,9 @@ class LiveAvatarConfig(Frozen):
 class CausalWanConfig(Frozen):
     """What a causal Wan model remembers, in latents; the sink is the stream's own beginning."""
 
+    start: Literal["text", "image"] = Field(
+        "text", description="image: the reference is the first latent, where a checkpoint allows it"
+    )
     window_latents: Positive = Field(description="in the cache: sink and current chunk included")
     sink_latents: int = Field(0, ge=0, description="the first ones, which are never dropped")
     sink_distance: Literal["growing", "constant"] = Field(

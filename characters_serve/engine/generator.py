@@ -5,6 +5,7 @@ The one place that knows the families apart. Knows nothing of steps, sessions or
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,8 +35,11 @@ def load_family(
     if model.family == "characters":
         return load_generator(model, device=device, dtype=dtype, seed=seed)
     if model.family == "causal_wan":
+        assert model.causal_wan is not None
         wan = load_network(lambda: CausalWan(model), model, "dit", device, dtype, seed)
         assert isinstance(wan, CausalWan)
+        if model.causal_wan.start == "image":
+            wan.encode_image = partial(_still_encoder(model, device, dtype), num_frames=1)
         return wan
     hear = load_speech_features(model, device=device, dtype=dtype, seed=seed)
     dit = load_network(lambda: LiveAvatar(model), model, "dit", device, dtype, seed)

@@ -25,7 +25,7 @@ from characters_serve.messages import AgentAudio
 from characters_serve.model.open.live_avatar import LiveAvatarGenerator
 from characters_serve.model.weights import WeightsError
 from characters_serve.session.chunker import Chunker
-from tests.unit import small_live_avatar
+from tests.unit import small_causal_wan, small_live_avatar
 
 # Short of motion: 25 still frames are encoded for it, not 73.
 SMALL = ModelConfig.model_validate(
@@ -144,3 +144,37 @@ def test_doctor_says_what_fits_and_what_is_missing(monkeypatch: pytest.MonkeyPat
         assert torch.cuda.is_available() or verdict["model's memory"] == fits
     embedded = {finding.subject for finding in examine(load_config())}
     assert not embedded & {"model's memory", "prompt", "speech model"}
+
+
+@pytest.mark.parametrize("start", ["text", "image"])
+def test_causal_wan_streams_through_the_engine(start: str) -> None:
+    model = small_causal_wan.causal_wan(
+        decoder="wan21",
+        decoder_dim=4,
+        causal_wan={"window_latents": 7, "sink_latents": 1, "start": start},
+    )
+    generator = load_family(model, device=CPU, dtype=torch.float32)
+    engine = Denoiser(generator, model, Optimizations(), prompt=load_prompt(model, CPU))
+    packed = PackedStep(model, CPU)
+    assert warm_up(engine, packed, model, [4]) > 0
+    decoder = ChunkDecoder(model, CPU, torch.float32)
+
+    def film(seed: int) -> list[bytes]:
+        random = np.random.default_rng(seed)
+        image = random.integers(0, 256, model.height * model.width * 3, np.uint8).tobytes()
+        engine.start(image_tensor(image, model, CPU), seed=1)
+        decoder.start(image)
+        frames: list[bytes] = []
+        for _ in range(3):
+            latent = engine.step(packed.audio_window, packed.controls, 4)
+            frames += decoder.decode(latent)
+        return frames
+
+    frames = film(1)
+    assert len(frames) == 3 * model.frames_per_chunk
+    assert {len(frame) for frame in frames} == {model.width * model.height * 3 // 2}
+    # From text, the first latent is one frame, held for its four; all others differ.
+    assert len(set(frames)) == len(frames) - (3 if start == "text" else 0)
+    assert film(1) == frames
+    # The picture is seen by models that start from it, and by no others.
+    assert (film(2) != frames) == (start == "image")

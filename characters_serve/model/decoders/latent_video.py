@@ -2,7 +2,9 @@
 
 In: the reference image once a session, then each chunk's latent. Out: the chunk's frames. The
 stream begins with the reference: encoded and decoded as the first latent, whose one frame is not
-shown, it gives the layers their past, and every chunk of the session as many frames.
+shown, it gives the layers their past, and every chunk of the session as many frames. Where the
+model starts from text alone, the first chunk's own first latent is the stream's, and its one frame
+is shown four times.
 """
 
 from __future__ import annotations
@@ -11,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.decoders.stream import StreamState, lay_out_channels_last
+from characters_serve.model.decoders.stream import (
+    FRAMES_PER_LATENT,
+    StreamState,
+    lay_out_channels_last,
+)
 from characters_serve.model.decoders.taehv import TAEHV, Variant
 from characters_serve.model.decoders.wan21 import wan21_vae
 from characters_serve.model.decoders.wan22 import wan22_vae
@@ -42,21 +48,26 @@ class LatentVideoDecoder(nn.Module):
         lay_out_channels_last(vae)
         self._patch = model.patch
         self._grid = (model.grid_rows, model.grid_columns)
+        self._begins_with_reference = model.causal_wan is None or model.causal_wan.start == "image"
 
     def start(self, image: Tensor) -> StreamState:
         """image: uint8 (H, W, 3), or float (1, 3, H, W) in [0, 1]."""
+        state = StreamState()
+        if not self._begins_with_reference:
+            return state
         if image.dtype == torch.uint8:
             image = image.permute(2, 0, 1)[None] / 255
         darkest = self.vae.darkest
         pixels = darkest + (1 - darkest) * image.permute(0, 2, 3, 1)[:, None]
-        latent = self.vae.encode(pixels.to(self._dtype), StreamState())
-        state = StreamState()
-        self.vae.decode(latent, state)
+        self.vae.decode(self.vae.encode(pixels.to(self._dtype), StreamState()), state)
         return state
 
     def decode(self, latent: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
         """latent: (tokens, C) of one session -> frames (F, 3, H, W) in [0, 1]; advances state."""
+        first = not state.started
         frames = self.vae.decode(self._from_tokens(latent.to(self._dtype)), state)[0]
+        if first:
+            frames = torch.cat([frames[:1].expand(FRAMES_PER_LATENT - 1, -1, -1, -1), frames])
         darkest = self.vae.darkest
         shown = ((frames.float() - darkest) / (1 - darkest)).clamp_(0, 1)
         return shown.permute(0, 3, 1, 2), state
