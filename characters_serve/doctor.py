@@ -43,6 +43,7 @@ def examine(config: Config) -> list[Finding]:
         Finding("browser for tests", _which("chromium", "chromium-browser", "google-chrome")),
         Finding("voice for training", _espeak()),
         _listener(config.agent),
+        _end_of_turn(config.agent),
         _replies(config.agent),
         _port(config.server),
         _sessions_key(config.server),
@@ -157,6 +158,20 @@ def _listener(agent: AgentConfig) -> Finding:
         return Finding(subject, "whisper")
     demanded = agent.recogniser == "whisper" or agent.whisper_model is not None
     return Finding(subject, f"pocketsphinx, because {missing}", not demanded)
+
+
+def _end_of_turn(agent: AgentConfig) -> Finding:
+    subject = "end of turn"
+    if agent.kind != "local":
+        return Finding(subject, f"not told here (agent.kind is {agent.kind})")
+    from characters_serve.agent.smart_turn import WHEEL, find_smart_turn
+
+    if agent.end_of_turn == "words":
+        return Finding(subject, "by the words alone, as configured")
+    if find_smart_turn() is not None:
+        return Finding(subject, "by the words and, with Smart Turn, the melody")
+    words = f"by the words alone; for the melody: pip install --no-deps {WHEEL}"
+    return Finding(subject, words, agent.end_of_turn != "melody")
 
 
 def _replies(agent: AgentConfig) -> Finding:
