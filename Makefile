@@ -54,11 +54,14 @@ $(STAMP): pyproject.toml | $(PYTHON)
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-# The better recogniser, with its model: tried once, and the server runs without it too.
+# The better recogniser with its model, and the model in the wheel of pipecat-ai, of which nothing
+# else is used: tried once, and the server runs without them too.
 $(WHISPER): pyproject.toml | $(STAMP)
 	@echo "Installing whisper, to understand what is said ..."
 	@$(PIP) --retries 1 --timeout 10 -e '.[whisper]' >/dev/null 2>&1 \
 	  || echo "whisper could not be installed: pocketsphinx listens, which misunderstands more"
+	@$(PIP) --retries 1 --timeout 10 --no-deps pipecat-ai==1.14.0 >/dev/null 2>&1 \
+	  || echo "Smart Turn could not be installed: the words alone tell when you have finished"
 	@touch $@
 
 browser: $(STAMP)

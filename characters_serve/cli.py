@@ -134,6 +134,48 @@ def render(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+def simulate(config: Config, options: argparse.Namespace) -> int:
+    import json
+
+    from characters_serve.fleet.layout import CannotPlace, uniform_host
+    from characters_serve.fleet.simulate import Timing, draw, generate_trace, read_trace
+    from characters_serve.fleet.simulate import simulate as run
+
+    server, fleet = config.server, config.fleet
+    timing = Timing(
+        queue_size=server.queue_size,
+        patience_s=server.queue_timeout_s,
+        reserve_ttl_s=fleet.reserve_ttl_s,
+    )
+    hosts = [
+        uniform_host(f"host{n}", options.gpus, fleet.nvlink_gpus) for n in range(options.hosts)
+    ]
+    try:
+        visits = (
+            read_trace(options.trace)
+            if options.trace
+            else generate_trace(
+                options.sessions,
+                options.hours,
+                options.median_s,
+                options.sigma,
+                config.session.max_duration_s,
+                options.seed,
+            )
+        )
+        paid_s = 0.0 if options.trace else 3600 * options.hours
+        outcome, course = run(visits, hosts, config.group_shape, timing, options.price, paid_s)
+        if options.plot:
+            draw(course, outcome, options.plot)
+    except (OSError, CannotPlace, ValueError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    except ImportError:
+        return _fail("--plot needs matplotlib: pip install 'characters-serve[plot]'", EXIT_FAILED)
+    print(outcome.table())
+    print(json.dumps(outcome.as_dict()))
+    return 0
+
+
 def doctor(config: Config, _options: argparse.Namespace) -> int:
     from characters_serve.doctor import examine
 
@@ -172,20 +214,25 @@ def convert(config: Config, options: argparse.Namespace) -> int:
 def embed_text(config: Config, options: argparse.Namespace) -> int:
     from characters_serve.engine.device import choose_device
     from characters_serve.model.open import text
-    from characters_serve.model.weights import WeightsError
 
     if config.model.wan is None:
         raise ConfigError("model.wan: the configuration's model takes no text; see --config")
-    device, dtype = choose_device(config.engine)
     try:
+        device, dtype = choose_device(config.engine)
         rows = text.embed_text(
             options.encoder, options.prompt, config.model.wan, device=device, dtype=dtype
         )
         text.save_text(rows, options.out)
-    except (OSError, WeightsError) as error:
+    except (OSError, ValueError) as error:
         return _fail(str(error), EXIT_FAILED)
     print(f"--set model.wan.text_embedding={options.out}")
     return 0
+
+
+def bench(_config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.bench import turns
+
+    return turns.main(options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -239,9 +286,36 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("out", type=Path, help="the safetensors file to write")
     command.set_defaults(command=embed_text)
 
+    command = commands.add_parser(
+        "simulate", parents=[common], help="a day's traffic on a fleet: who waits, what it costs"
+    )
+    command.add_argument("--hosts", type=_positive, default=1, metavar="N")
+    command.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of each host")
+    command.add_argument("--price", type=float, metavar="PRICE", help="of one GPU for an hour")
+    command.add_argument("--trace", type=Path, help="CSV with arrival_s and duration_s, or:")
+    command.add_argument("--sessions", type=float, default=1000, help="on average, in all")
+    command.add_argument("--hours", type=float, default=24, help="from midnight on")
+    command.add_argument("--median-s", type=float, default=180, help="of a session's duration")
+    command.add_argument("--sigma", type=float, default=0.8, help="of its logarithm")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
+    command.set_defaults(command=simulate)
+
+    command = commands.add_parser("bench", help="time spoken turns through a real browser")
+    command.add_argument("what", choices=("turns",))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench turns --help")
+    command.set_defaults(command=bench, config=None, set=None, log_level="info")
+
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)
     return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def _listen(host: str, port: int) -> socket.socket:

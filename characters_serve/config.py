@@ -7,6 +7,7 @@ built.
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from characters_serve.fleet.layout import CannotPlace, GroupShape, place_all, uniform_host
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -312,16 +315,32 @@ class Optimizations(Frozen):
         return self
 
 
+class PatternConfig(Frozen):
+    """The engine whose pace the pattern keeps; 0 ms answers at once."""
+
+    step_ms: float = Field(0.0, ge=0, le=5000)
+    long_step_ms: float = Field(0.0, ge=0, le=5000, description="of each long_step_every-th step")
+    long_step_every: Positive = 42
+
+
 class EngineConfig(Frozen):
     """The group's compute: a diffusion model, or the flash-and-beep pattern that needs none."""
 
     kind: Literal["diffusion", "pattern"] = "diffusion"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    tensor_parallel: Positive = Field(1, description="ranks of a group, each on its own GPU")
     rank_threads: Positive = 1
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
+    pattern: PatternConfig = PatternConfig()
+
+
+class DecoderConfig(Frozen):
+    """Where a group's decoder runs, when `optimizations.dedicated_decoder` gives it a process."""
+
+    shared_by: Positive = Field(1, description="groups that one decoder's GPU serves")
 
 
 class DeliveryConfig(Frozen):
@@ -334,6 +353,20 @@ class DeliveryConfig(Frozen):
     video_max_kbps: Positive = 3000
     audio_kbps: Positive = 48
     ice_timeout_s: Seconds = 15.0
+    public_address: str | None = Field(None, description="what clients reach, behind a 1:1 NAT")
+    udp_ports: tuple[int, int] | None = Field(None, description="first and last; else any port")
+
+    @field_validator("public_address")
+    @classmethod
+    def _is_an_address(cls, address: str | None) -> str | None:
+        return None if address is None else str(ipaddress.ip_address(address))
+
+    @field_validator("udp_ports")
+    @classmethod
+    def _is_a_range(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 1024 <= ports[0] <= ports[1] <= 65_535:
+            raise ValueError("the first and last port must lie between 1024 and 65535, in order")
+        return ports
 
     @model_validator(mode="after")
     def _rates_are_ordered(self) -> DeliveryConfig:
@@ -375,11 +408,19 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
+    end_of_turn: Literal["auto", "words", "melody"] = "auto"
     end_of_turn_silence_s: Seconds = 0.5
     barge_in_speech_s: Seconds = Field(0.12, description="user speech that stops the character")
     greet: bool = True
+
+    @model_validator(mode="after")
+    def _languages_are_known(self) -> AgentConfig:
+        if self.language != "en" and self.recogniser == "pocketsphinx":
+            raise ValueError("recogniser: pocketsphinx knows English only; use whisper")
+        return self
 
 
 class ServerConfig(Frozen):
@@ -392,6 +433,8 @@ class ServerConfig(Frozen):
     turn_secret_env: str = "CHARACTERS_TURN_SECRET"
     client_secret_ttl_s: Seconds = 120.0
     sessions_per_minute: Positive = Field(60, description="for each client address")
+    queue_size: int = Field(0, ge=0, description="who may wait while all groups are taken")
+    queue_timeout_s: Seconds = Field(300.0, description="the longest that anyone waits in it")
     max_image_bytes: Positive = 10 * 1024 * 1024
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
     drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")
@@ -407,7 +450,11 @@ class ServerConfig(Frozen):
 
 
 class FleetConfig(Frozen):
+    engine: Literal["local", "ray"] = "local"
     groups: Positive = 1
+    gpus: int = Field(0, ge=0, description="this machine's, dealt out to the groups; 0: none are")
+    nvlink_gpus: Positive = Field(8, description="how many of them NVLink joins: 0 to 7, ...")
+    ray_address: str | None = Field(None, description="of the Ray cluster; else one of its own")
     reserve_ttl_s: Seconds = 30.0
     ping_interval_s: Seconds = 1.0
     ping_timeout_s: Seconds = 10.0
@@ -418,11 +465,40 @@ class Config(Frozen):
     model: ModelConfig = ModelConfig()
     optimizations: Optimizations = Optimizations()
     engine: EngineConfig = EngineConfig()
+    decoder: DecoderConfig = DecoderConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     session: SessionConfig = SessionConfig()
     agent: AgentConfig = AgentConfig()
     server: ServerConfig = ServerConfig()
     fleet: FleetConfig = FleetConfig()
+
+    @property
+    def group_shape(self) -> GroupShape:
+        """The GPUs of one group, where it runs on GPUs."""
+        dedicated = self.optimizations.dedicated_decoder and self.engine.kind == "diffusion"
+        return GroupShape(self.engine.tensor_parallel, dedicated, self.decoder.shared_by)
+
+    @model_validator(mode="after")
+    def _groups_have_room(self) -> Config:
+        if self.decoder.shared_by > 1 and not self.optimizations.dedicated_decoder:
+            raise ValueError("decoder.shared_by needs optimizations.dedicated_decoder")
+        fleet = self.fleet
+        if fleet.engine == "ray":
+            if fleet.gpus:
+                raise ValueError("fleet.gpus: under fleet.engine=ray, Ray deals out the GPUs")
+            if self.decoder.shared_by > 1:
+                raise ValueError("decoder.shared_by: under fleet.engine=ray a group owns its GPUs")
+            if self.agent.kind == "external":
+                raise ValueError(
+                    "agent.kind=external: under fleet.engine=ray its sound would go through Ray"
+                )
+        elif fleet.gpus:
+            host = uniform_host("this machine", fleet.gpus, fleet.nvlink_gpus)
+            try:
+                place_all([host], self.group_shape, fleet.groups)
+            except CannotPlace as error:
+                raise ValueError(f"fleet.groups: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:

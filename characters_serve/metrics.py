@@ -147,6 +147,7 @@ _REASONS = (
     ("shutting down", "shutdown"),
     ("server is stopping", "shutdown"),
     ("reservation expired", "reservation_expired"),
+    ("in the queue", "left_queue"),
     ("no chunk", "engine_stalled"),
     ("exited with code", "process_died"),
     ("not answered for", "process_died"),

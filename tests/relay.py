@@ -110,7 +110,7 @@ class Relay:
             raise ValueError("the answer has no IPv4 candidate")
         doors = {}
         for _, _, host, port in found:
-            doors[host, port] = await self._open_door((host, int(port)))
+            doors[host, port] = await self.open_door((host, int(port)))
 
         def replace(match: re.Match[str]) -> str:
             foundation, priority, host, port = match.groups()
@@ -124,10 +124,11 @@ class Relay:
         for door in self._doors:
             door.close()
 
-    async def _open_door(self, server: Address) -> Address:
+    async def open_door(self, server: Address, at: Address | None = None) -> Address:
+        """Where clients send to instead of to the server."""
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_datagram_endpoint(
-            lambda: _Door(self, server), local_addr=(server[0], 0)
+            lambda: _Door(self, server), local_addr=at or (server[0], 0)
         )
         self._doors.append(transport)
         return cast(Address, transport.get_extra_info("sockname"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 import httpx
@@ -45,7 +45,9 @@ class Chat:
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
 
-    async def reply(self, lines: list[Line]) -> AsyncGenerator[str, None]:
+    async def reply(
+        self, lines: list[Line], on_first_token: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[str, None]:
         """Each silence of the endpoint is limited by the timeout, not the whole reply."""
         body = {
             "model": self._config.model,
@@ -54,11 +56,15 @@ class Chat:
             "messages": [{"role": "system", "content": self._system}, *map(_as_message, lines)],
         }
         splitter = SentenceSplitter()
+        first = True
         try:
             async with self._client.stream("POST", self._url, json=body) as response:
                 if response.status_code != 200:
                     raise ChatFailed(f"the chat endpoint answered {response.status_code}")
                 async for piece in self._pieces(response):
+                    if first:
+                        first = False
+                        on_first_token()
                     for sentence in splitter.feed(piece):
                         yield sentence
         except (TimeoutError, httpx.TimeoutException):

@@ -54,7 +54,7 @@ def yield_cores(niceness: int) -> None:
 def load_ears(config: AgentConfig) -> Ears:
     """Raises when `whisper` is asked for by name and cannot be had; `auto` says what it took."""
     if config.recogniser == "pocketsphinx":
-        return PocketsphinxEars()
+        return PocketsphinxEars()  # the configuration has made sure of the language
     installed = importlib.util.find_spec("faster_whisper") is not None
     model = find_model(config.whisper_model, os.environ) if installed else None
     if model is not None:
@@ -62,12 +62,13 @@ def load_ears(config: AgentConfig) -> Ears:
         with ThreadPoolExecutor(
             1, initializer=yield_cores, initargs=(WhisperEars.niceness,)
         ) as nice_thread:
-            return nice_thread.submit(WhisperEars, model).result()
+            return nice_thread.submit(WhisperEars, model, config.language).result()
     if not installed:
         missing = "faster-whisper is not installed"
     else:
         missing = f"no model folder in agent.whisper_model or {MODEL_ENV}"
-    if config.recogniser == "whisper" or config.whisper_model is not None:
+    needed = config.recogniser == "whisper" or config.language != "en"
+    if needed or config.whisper_model is not None:
         raise RuntimeError(f"agent.recogniser: whisper cannot listen: {missing}")
     log.warning("pocketsphinx listens, which misunderstands more than whisper: %s", missing)
     return PocketsphinxEars()

@@ -30,6 +30,7 @@ from characters_serve.agent.endings import silence_to_end
 from characters_serve.agent.history import History, SpokenSentence, Utterance
 from characters_serve.agent.persona import ScriptedPersona
 from characters_serve.agent.sentences import split_sentences
+from characters_serve.agent.smart_turn import WHEEL, WINDOW_S, SmartTurn, find_smart_turn
 from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
 from characters_serve.config import AgentConfig
 from characters_serve.messages import (
@@ -64,10 +65,26 @@ class LocalModels:
     vad: SileroVAD
     ears: Ears
     voice: speaking.HibariVoice
+    smart_turn: SmartTurn | None
 
 
 def load_models(config: AgentConfig) -> LocalModels:
-    return LocalModels(SileroVAD(LISTEN_RATE), load_ears(config), speaking.HibariVoice())
+    """Raises RuntimeError when something that is asked for by name cannot be had."""
+    return LocalModels(
+        SileroVAD(LISTEN_RATE), load_ears(config), speaking.HibariVoice(), load_smart_turn(config)
+    )
+
+
+def load_smart_turn(config: AgentConfig) -> SmartTurn | None:
+    if config.end_of_turn == "words":
+        return None
+    model = find_smart_turn()
+    if model is not None:
+        return SmartTurn(model)
+    if config.end_of_turn == "melody":
+        raise RuntimeError(f"agent.end_of_turn: melody needs the model in {WHEEL}")
+    log.info("the end of a turn is told by its words alone: %s is not installed", WHEEL)
+    return None
 
 
 @dataclass
@@ -132,6 +149,7 @@ class LocalAgent:
         self._pcm = bytearray()
         self._last_pcm_s = 0.0
         self._preroll: deque[bytes] = deque(maxlen=_PREROLL_WINDOWS)
+        self._turn_pcm: deque[bytes] = deque(maxlen=WINDOW_S * LISTEN_RATE // _VAD_WINDOW)
         self._held: list[bytes] = []
         self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
         self._partial = ""
@@ -244,9 +262,11 @@ class LocalAgent:
             self._pass_on(window, events)
         else:
             self._preroll.append(window)
+        self._turn_pcm.append(window)
         for event in events:
             match event:
                 case TurnEvent.STARTED:
+                    self._turn_pcm = deque(self._preroll, self._turn_pcm.maxlen)
                     self._order(Hear("begin"))
                     self._order(Hear("feed", b"".join(self._preroll)))
                     self._preroll.clear()
@@ -256,7 +276,7 @@ class LocalAgent:
                     self._drop_until(self._last_id, by_user=True)
                 case TurnEvent.PAUSED:
                     self._pauses += 1
-                    self._order(Hear("pause", pause=self._pauses))
+                    self._order(Hear("pause", b"".join(self._turn_pcm), pause=self._pauses))
                 case TurnEvent.ENDED | TurnEvent.DISCARDED:
                     self._end_turn(event is TurnEvent.ENDED)
 
@@ -289,15 +309,20 @@ class LocalAgent:
             while not self._hear_orders.empty():
                 orders.append(self._hear_orders.get_nowait())
             for order in _joined(orders):
+                over: float | None = None
                 try:
                     words = await loop.run_in_executor(self._listen_thread, self._hear, order)
+                    if self._still_paused(order) and self._models.smart_turn is not None:
+                        over = await loop.run_in_executor(
+                            self._listen_thread, self._models.smart_turn.over, order.pcm
+                        )
                 except Exception as error:
                     log.exception("the recogniser failed")
                     self._emit(
                         AgentError(self.session_id, f"recognition failed: {type(error).__name__}")
                     )
                     words = ""
-                self._heard(order, words)
+                self._heard(order, words, over)
 
     def _hear(self, order: Hear) -> str:
         ears = self._models.ears
@@ -314,9 +339,13 @@ class LocalAgent:
             case "discard":
                 return ""
 
-    def _heard(self, order: Hear, words: str) -> None:
-        if order.kind == "pause" and self._turns.paused and order.pause == self._pauses:
-            self._turns.end_after(silence_to_end(words, self._end_silence_s))
+    def _still_paused(self, order: Hear) -> bool:
+        turns = self._turns
+        return turns.in_turn and turns.paused and order.pause == self._pauses
+
+    def _heard(self, order: Hear, words: str, over: float | None) -> None:
+        if self._still_paused(order):
+            self._turns.end_after(silence_to_end(words, self._end_silence_s, over))
         if order.kind in ("feed", "pause"):
             if words and words != self._partial:
                 self._partial = words
@@ -450,8 +479,14 @@ class LocalAgent:
                 yield sentence
             return
         empty = True
+
+        def first_token() -> None:
+            if job.turn:
+                job.turn.stamp("token", self._clock_s())
+
+        lines = self._history.lines(HISTORY_LINES)
         try:
-            async with aclosing(self._chat.reply(self._history.lines(HISTORY_LINES))) as sentences:
+            async with aclosing(self._chat.reply(lines, first_token)) as sentences:
                 async for sentence in sentences:
                     empty = False
                     yield sentence

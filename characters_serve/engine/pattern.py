@@ -16,6 +16,7 @@ uncropped copy at any size can be read.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
-from characters_serve.config import Config, ModelConfig
+from characters_serve.config import Config, ModelConfig, PatternConfig
 from characters_serve.engine.child import arguments, run_child
 from characters_serve.messages import (
     CharacterEnded,
@@ -119,6 +120,12 @@ def pattern_chunk(model: ModelConfig, step: StepInput) -> VideoChunk:
     )
 
 
+def step_ms(pace: PatternConfig, chunk_index: int) -> float:
+    """How long this chunk's step takes."""
+    long = chunk_index % pace.long_step_every == pace.long_step_every - 1
+    return max(pace.step_ms, pace.long_step_ms) if long else pace.step_ms
+
+
 def read_counter(luma: Luma) -> int | None:
     """The frame index modulo 65,536 in a picture's luma (H, W); None where it is not legible."""
     value = 0
@@ -170,7 +177,11 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     for message in inbox.messages(timeout_s=1.0):
         match message:
             case StepInput() if message.session_id == session_id:
-                chunks.send(pattern_chunk(config.model, message))
+                began_s = time.monotonic()
+                chunk = pattern_chunk(config.model, message)
+                pace_ms = step_ms(config.engine.pattern, message.chunk_index)
+                time.sleep(max(0.0, began_s + pace_ms / 1000 - time.monotonic()))
+                chunks.send(dataclasses.replace(chunk, step_ms=pace_ms))
             case StartCharacter():
                 session_id = message.session_id
                 link.channel.send(CharacterReady(session_id, link.name, elapsed_ms=0.0))

@@ -1,7 +1,7 @@
 """In: requests of the gateway. Out: the answers and events of one session host.
 
-A group is one session host process (which starts its ranks, decoder and agent) in a folder of its
-own that ends with it. Knows nothing of leases, HTTP or other groups.
+A group is one session host process, which starts its ranks, decoder and agent; where and how that
+process runs is its launcher's business. Knows nothing of leases, HTTP or other groups.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
 from collections.abc import Awaitable, Callable
-from pathlib import Path
+from typing import Protocol
 
 from characters_serve.config import Config
-from characters_serve.fleet.leftovers import FolderHold
 from characters_serve.messages import (
     Answer,
     CloseSession,
@@ -32,12 +30,13 @@ from characters_serve.messages import (
     Offer,
     OpenSession,
     Persona,
+    Ready,
     Refused,
     Say,
     SessionState,
     Warming,
 )
-from characters_serve.processes import ChildFailed, ChildProcess
+from characters_serve.processes import ChildFailed
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +64,43 @@ class GroupGone(RuntimeError):
     """The host did not answer in time, or is no longer there."""
 
 
+class HostProcess(Protocol):
+    """A session host's process, here or on another machine, and all that it leaves behind."""
+
+    async def start(self, timeout_s: float) -> Ready:
+        """Raises ChildFailed, with nothing of it left, when it is not ready in time."""
+
+    async def send(self, message: Message) -> None: ...
+
+    async def stop(self, reason: str, timeout_s: float) -> None:
+        """Lets it end in its own way, and kills it when it does not."""
+
+    async def kill(self) -> None: ...
+
+    @property
+    def pid(self) -> int | None:
+        """On the machine where it runs; None before it is known."""
+
+
+# (what to do with its messages, what to do when it is gone) -> the process, not yet started
+Launch = Callable[
+    [Callable[[Message], Awaitable[None]], Callable[[str], Awaitable[None]]], HostProcess
+]
+
+
 class Group:
     def __init__(
         self,
         group_id: str,
         config: Config,
-        run_dir: Path,
+        launch: Launch,
         *,
         on_state: Callable[[SessionState], None],
         on_metrics: Callable[[HostMetrics], None],
         on_exit: Callable[[str], Awaitable[None]],
         on_warming: Callable[[], None] = lambda: None,
-        host_module: str = HOST_MODULE,
     ) -> None:
         self.group_id = group_id
-        self.folder = run_dir / group_id
         self._config = config
         self._on_state = on_state
         self._on_metrics = on_metrics
@@ -89,29 +110,18 @@ class Group:
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._sockets: dict[int, tuple[str, Callable[[FromHost], None]]] = {}
         self._gone: str | None = None
-        self.folder.mkdir(mode=0o700, parents=True)
-        self._hold = FolderHold(self.folder)
-        (self.folder / "config.json").write_text(config.model_dump_json(indent=1))
-        self._child = ChildProcess(
-            "host",
-            host_module,
-            self.folder,
-            on_message=self._receive,
-            on_exit=self._exited,
-            ping_interval_s=config.fleet.ping_interval_s,
-            ping_timeout_s=config.fleet.ping_timeout_s,
-        )
+        self._host = launch(self._receive, self._exited)
 
     @property
     def pid(self) -> int | None:
-        return self._child.pid
+        return self._host.pid
 
     async def start(self) -> dict[str, str]:
         """Returns the host's details once it is ready; on failure nothing of it is left."""
         try:
-            ready = await self._child.start(self._config.engine.ready_timeout_s)
+            ready = await self._host.start(self._config.engine.ready_timeout_s)
         except ChildFailed as error:
-            self._end(str(error))
+            self._give_up(str(error))
             raise
         except asyncio.CancelledError:
             await self.kill("stopped while starting")
@@ -119,12 +129,12 @@ class Group:
         return ready.details
 
     async def stop(self, reason: str) -> None:
-        await self._child.stop(reason, self._config.fleet.stop_timeout_s)
-        self._end(reason)
+        await self._host.stop(reason, self._config.fleet.stop_timeout_s)
+        self._give_up(reason)
 
     async def kill(self, reason: str) -> None:
-        await self._child.kill()
-        self._end(reason)
+        await self._host.kill()
+        self._give_up(reason)
 
     async def discard(self, reason: str) -> None:
         """Reports the group as gone, as if its process had died; its owner then ends it."""
@@ -186,11 +196,11 @@ class Group:
         return socket_id
 
     async def send_external(self, frame: ExternalInput) -> None:
-        await self._child.send(frame)
+        await self._host.send(frame)
 
     async def close_external(self, session_id: str, socket_id: int) -> None:
         if self._sockets.pop(socket_id, None) is not None and self._gone is None:
-            await self._child.send(ExternalClose(session_id, socket_id, 1000, ""))
+            await self._host.send(ExternalClose(session_id, socket_id, 1000, ""))
 
     async def _request(
         self,
@@ -203,7 +213,7 @@ class Group:
         self._waiting[request.request_id] = future
         try:
             async with asyncio.timeout(timeout_s):
-                await self._child.send(request)
+                await self._host.send(request)
                 answer = await future
         except TimeoutError:
             kind = type(request).__name__
@@ -247,8 +257,3 @@ class Group:
                 future.set_exception(GroupGone(reason))
         for socket_id, (session_id, receive) in self._sockets.items():
             receive(ExternalClose(session_id, socket_id, 1011, reason))
-
-    def _end(self, reason: str) -> None:
-        self._give_up(reason)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._hold.release()

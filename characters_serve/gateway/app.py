@@ -21,8 +21,9 @@ from starlette.websockets import WebSocket
 
 from characters_serve import metrics as prometheus
 from characters_serve.config import Config
+from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import HOST_MODULE, GroupGone, RequestRefused
-from characters_serve.fleet.local import LeaseLost
+from characters_serve.fleet.queue import POLL_S
 from characters_serve.gateway.auth import bearer
 from characters_serve.gateway.bodies import (
     MAX_COMMAND_BYTES,
@@ -105,9 +106,11 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             gateway.metrics.sessions_refused.labels("full").inc()
             raise busy(503, "every character is in a conversation; try again soon", 5) from None
         lifetime_s = session.max_duration_s + config.server.client_secret_ttl_s
+        if session.state == "queued":
+            lifetime_s += config.server.queue_timeout_s
         secret = gateway.authority.issue(session.session_id, time.time(), lifetime_s)
         answer = {
-            **_describe(session),
+            **_describe(gateway, session),
             "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
             "ice_servers": gateway.turn.ice_servers(time.time(), lifetime_s),
             "idle_timeout_s": config.session.idle_timeout_s,
@@ -118,12 +121,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             },
         }
         location = f"/v1/sessions/{session.session_id}"
-        return JSONResponse(answer, 201, {"Location": location, "Cache-Control": "no-store"})
+        return JSONResponse(answer, 201, {"Location": location, **_state_headers(session)})
 
     @app.get("/v1/sessions/{session_id}")
     async def get_session(session_id: str, request: Request) -> Response:
         session = gateway.session(session_id, bearer(request.headers))
-        return JSONResponse(_describe(session), headers={"Cache-Control": "no-store"})
+        return JSONResponse(_describe(gateway, session), headers=_state_headers(session))
 
     @app.post("/v1/sessions/{session_id}/webrtc")
     async def post_offer(session_id: str, request: Request) -> Response:
@@ -151,6 +154,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     async def patch_candidates(session_id: str, request: Request) -> Response:
         """Accepted and left unused: the browser's address is learnt from its own checks."""
         session = gateway.session(session_id, bearer(request.headers))
+        gateway.sessions.check_open(session)
         if media_type_of(request) not in PATCH_TYPES:
             raise unsupported(", ".join(PATCH_TYPES), header="Accept-Patch")
         fragment = text_of(await read_body(request, MAX_SDP_BYTES, field="sdp"))
@@ -264,8 +268,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(GroupGone, gone)
 
 
-def _describe(session: Session) -> dict[str, Any]:
-    return {
+def _describe(gateway: Gateway, session: Session) -> dict[str, Any]:
+    description = {
         "id": session.session_id,
         "status": session.state,
         "reason": session.reason,
@@ -273,6 +277,13 @@ def _describe(session: Session) -> dict[str, Any]:
         "name": session.name,
         "max_duration_s": session.max_duration_s,
     }
+    position = gateway.sessions.place_in_queue(session)
+    return description if position is None else {**description, "queue_position": position}
+
+
+def _state_headers(session: Session) -> dict[str, str]:
+    headers = {"Cache-Control": "no-store"}
+    return {**headers, "Retry-After": f"{POLL_S:g}"} if session.state == "queued" else headers
 
 
 def _end(gateway: Gateway, session_id: str, token: str | None) -> Response:

@@ -16,8 +16,8 @@ from typing import Final
 
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
+from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import FromHost, Group, GroupGone, RequestRefused
-from characters_serve.fleet.local import LeaseLost
 from characters_serve.gateway.auth import bearer
 from characters_serve.gateway.problems import Problem
 from characters_serve.gateway.service import Gateway

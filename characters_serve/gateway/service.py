@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from characters_serve.config import Config
+from characters_serve.config import Config, ConfigError
+from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
+from characters_serve.fleet.queue import WaitingQueue
 from characters_serve.gateway.auth import Authority, Origins
 from characters_serve.gateway.bodies import CreateBody, speakable
 from characters_serve.gateway.characters import (
@@ -54,20 +56,22 @@ class Gateway:
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
         self._on_ready = on_ready
-        self.fleet = LocalFleet(
+        self.fleet: Fleet = fleet_class(config)(
             config,
             on_state=lambda lease, state: self.sessions.on_state(lease, state),
             on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
             on_gone=self._group_gone,
             on_metrics=self._host_metrics,
             on_ready=lambda _group_id, details: self._on_ready(details),
+            on_free=lambda: self.sessions.admit(),
             host_module=host_module,
         )
         self.metrics = Metrics(
             sessions_by_state=lambda: self.sessions.counts(),
             groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
         )
-        self.sessions = Sessions(config.session, self.fleet, self.metrics)
+        queue = WaitingQueue(config.server.queue_size, config.server.queue_timeout_s)
+        self.sessions = Sessions(config.session, self.fleet, self.metrics, queue)
 
     def _group_gone(self, group_id: str, _reason: str) -> None:
         self.metrics.groups_lost.inc()
@@ -96,6 +100,9 @@ class Gateway:
         if self.fleet.pool.draining:
             raise busy(503, "the server is shutting down", 30)
         if counts["ready"] or counts["resetting"]:
+            return
+        coming = any(counts[state] for state in ("reserved", "live", "starting", "warming"))
+        if coming and self.sessions.queue_has_room:
             return
         self.metrics.sessions_refused.labels("full").inc()
         if counts["reserved"] or counts["live"]:
@@ -168,3 +175,16 @@ class Gateway:
         if body.character not in self.characters:
             raise Problem(422, "no such character; see /v1/characters", field="character")
         return self.characters[body.character]
+
+
+def fleet_class(config: Config) -> type[Fleet]:
+    """Where the groups run. Ray is loaded only where it is asked for."""
+    if config.fleet.engine == "local":
+        return LocalFleet
+    try:
+        from characters_serve.fleet.ray import RayFleet
+    except ImportError as error:
+        raise ConfigError(
+            f"fleet.engine=ray needs Ray: pip install 'characters-serve[ray]' ({error})"
+        ) from None
+    return RayFleet

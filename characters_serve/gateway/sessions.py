@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from characters_serve.config import SessionConfig
+from characters_serve.fleet.base import Fleet, LeaseLost
 from characters_serve.fleet.group import FromHost, Group, GroupGone, RequestRefused
-from characters_serve.fleet.local import LeaseLost, LocalFleet
 from characters_serve.fleet.pool import Lease
+from characters_serve.fleet.queue import WaitingQueue
 from characters_serve.logs import shown
 from characters_serve.messages import Persona, SessionState
 from characters_serve.metrics import Metrics, end_reason
@@ -39,7 +40,7 @@ DRAIN_POLL_S = 0.1
 
 
 class NoGroupFree(RuntimeError):
-    """Every group is taken, or none has started yet."""
+    """Every group is taken, or none has started yet; and the queue, if there is one, is full."""
 
 
 class SessionOver(RuntimeError):
@@ -61,11 +62,12 @@ class Session:
     character: str | None
     name: str
     max_duration_s: float
-    created_s: float
-    lease: Lease
-    state: State = "starting"
+    changed_s: float
+    state: State = "queued"
     reason: str = ""
-    changed_s: float = 0.0
+    lease: Lease | None = None
+    leased_s: float = 0.0
+    waiting: SessionRequest | None = None  # while it is queued
     ufrags: frozenset[str] = frozenset()
     offers: asyncio.Lock = field(default_factory=asyncio.Lock)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
@@ -79,7 +81,9 @@ class Session:
 def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None:
     """Why a session that is not over should have been by now."""
     in_state_s = now_s - session.changed_s
-    if now_s - session.created_s > session.max_duration_s + config.connect_timeout_s + HOST_SLACK_S:
+    if session.state == "queued":
+        return None  # the queue has bounds of its own
+    if now_s - session.leased_s > session.max_duration_s + config.connect_timeout_s + HOST_SLACK_S:
         return "max_duration"
     if session.state == "ready" and in_state_s > config.connect_timeout_s + HOST_SLACK_S:
         return "nobody connected"
@@ -91,22 +95,25 @@ def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None
 
 
 def _about(session: Session) -> dict[str, Any]:
-    lease = session.lease
-    about = {"session": shown(session.session_id), "group": lease.group_id}
-    return {**about, "lease_epoch": lease.epoch}
+    about = {"session": shown(session.session_id)}
+    if session.lease is None:
+        return about
+    return {**about, "group": session.lease.group_id, "lease_epoch": session.lease.epoch}
 
 
 class Sessions:
     def __init__(
         self,
         config: SessionConfig,
-        fleet: LocalFleet,
+        fleet: Fleet,
         metrics: Metrics,
+        queue: WaitingQueue,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
+        self._queue = queue
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -128,6 +135,9 @@ class Sessions:
         """Tells every session that it ends; returns when none is left or the time is up."""
         deadline_s = self._clock() + within_s
         for session in self._open_sessions():
+            if session.lease is None:
+                self._finish(session, "ended", reason)
+                continue
             self._spawn(self._end_soon(session, reason, deadline_s))
         while self._open_sessions() and self._clock() < deadline_s:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -135,24 +145,46 @@ class Sessions:
     # ------------------------------------------------------------ asked by users
 
     async def create(self, request: SessionRequest) -> Session:
+        """A session that starts, or one that waits where a queue has room; else NoGroupFree."""
         session_id = secrets.token_hex(16)
-        lease = await self._fleet.reserve(session_id, RESET_WAIT_S)
-        if lease is None:
-            raise NoGroupFree
+        lease = None
+        if not len(self._queue):  # who waits already goes first
+            lease = await self._fleet.reserve(session_id, 0 if self._queue.size else RESET_WAIT_S)
         now_s = self._clock()
+        if lease is None and not self._queue.join(session_id, now_s):
+            raise NoGroupFree
         session = Session(
-            session_id,
-            request.character,
-            request.persona.name,
-            request.max_duration_s,
-            now_s,
-            lease,
-            changed_s=now_s,
+            session_id, request.character, request.persona.name, request.max_duration_s, now_s
         )
         self._sessions[session_id] = session
         self._metrics.sessions_created.inc()
-        self._spawn(self._open(session, request))
+        if lease is None:
+            session.waiting = request
+            self.admit()  # a group may have become free in between
+        else:
+            self._begin(session, lease, request)
         return session
+
+    def admit(self) -> None:
+        """Gives the groups that are free to those who have waited longest."""
+        while (session_id := self._queue.first()) is not None:
+            session = self._sessions[session_id]
+            lease = self._fleet.pool.reserve(session_id, self._clock())
+            if lease is None:
+                return
+            self._queue.leave(session_id)
+            request, session.waiting = session.waiting, None
+            assert request is not None
+            self._begin(session, lease, request)
+
+    def place_in_queue(self, session: Session) -> int | None:
+        """1 is the next; asking keeps the place."""
+        self._queue.heard(session.session_id, self._clock())
+        return self._queue.position(session.session_id)
+
+    @property
+    def queue_has_room(self) -> bool:
+        return self._queue.has_room
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
@@ -161,7 +193,7 @@ class Sessions:
         """The answer to an SDP offer; one at a time, once the character is ready."""
         async with session.offers:
             await self._prepared(session, wait_s)
-            group = self._fleet.group(session.lease)
+            group = self._fleet.group(self._lease(session))
             return await group.offer(session.session_id, sdp, takeover)
 
     async def external(
@@ -174,16 +206,14 @@ class Sessions:
         """Opens a voice agent's socket on the session's host."""
         async with session.offers:
             await self._prepared(session, wait_s)
-            group = self._fleet.group(session.lease)
+            group = self._fleet.group(self._lease(session))
             return group, await group.open_external(session.session_id, takeover, receive)
 
     async def interrupt(self, session: Session) -> None:
-        self._check_open(session)
-        await self._fleet.group(session.lease).interrupt(session.session_id)
+        await self._fleet.group(self._lease(session)).interrupt(session.session_id)
 
     async def say(self, session: Session, text: str) -> None:
-        self._check_open(session)
-        await self._fleet.group(session.lease).say(session.session_id, text)
+        await self._fleet.group(self._lease(session)).say(session.session_id, text)
 
     def end(self, session: Session, reason: str) -> None:
         self._finish(session, "ended", reason)
@@ -220,7 +250,7 @@ class Sessions:
         left_s = max(0.0, deadline_s - self._clock())
         try:
             if not session.over:
-                group = self._fleet.group(session.lease)
+                group = self._fleet.group(self._lease(session))
                 await group.end_soon(session.session_id, reason, left_s)
         except (RequestRefused, GroupGone, LeaseLost) as error:
             log.info(
@@ -234,9 +264,15 @@ class Sessions:
         session = self._sessions.get(lease.session_id)
         return session if session is not None and session.lease == lease else None
 
-    async def _open(self, session: Session, request: SessionRequest) -> None:
+    def _begin(self, session: Session, lease: Lease, request: SessionRequest) -> None:
+        session.lease = lease
+        session.leased_s = self._clock()
+        self._move(session, "starting", "")
+        self._spawn(self._open(session, lease, request))
+
+    async def _open(self, session: Session, lease: Lease, request: SessionRequest) -> None:
         try:
-            await self._fleet.group(session.lease).open_session(
+            await self._fleet.group(lease).open_session(
                 session.session_id,
                 request.image_rgb,
                 request.persona,
@@ -247,9 +283,9 @@ class Sessions:
             self._finish(session, "failed", str(error))
         except GroupGone as error:
             self._finish(session, "failed", str(error))
-            await self._fleet.discard(session.lease, str(error))
+            await self._fleet.discard(lease, str(error))
         else:
-            if not self._fleet.pool.attach(session.lease):
+            if not self._fleet.pool.attach(lease):
                 self._finish(session, "failed", "the reservation expired")
             elif session.state == "starting":
                 self._move(session, "ready", "")
@@ -277,6 +313,10 @@ class Sessions:
             return
         self._move(session, state, reason)
         self._metrics.sessions_ended.labels(state, end_reason(reason)).inc()
+        session.waiting = None
+        self._queue.leave(session.session_id)
+        if session.lease is None:
+            return
         # A host cannot close what it has not opened yet, so the opening goes first.
         release = self._fleet.release(session.lease, reason, after=session.opened)
         if release is not None:
@@ -286,21 +326,31 @@ class Sessions:
     async def _prepared(self, session: Session, wait_s: float) -> None:
         try:
             async with asyncio.timeout(wait_s):
-                while session.state in ("queued", "starting"):
+                while self._lease(session) and session.state == "starting":
                     session.moved.clear()
                     await session.moved.wait()
         except TimeoutError:
             raise RequestRefused(409, "the character is still being prepared") from None
-        self._check_open(session)
+        self._lease(session)
 
-    def _check_open(self, session: Session) -> None:
+    def check_open(self, session: Session) -> None:
+        """Raises SessionOver once it has ended."""
         if session.over:
             raise SessionOver(session.reason)
+
+    def _lease(self, session: Session) -> Lease:
+        """What the session's host is reached by; raises when there is none, or none any more."""
+        self.check_open(session)
+        if session.lease is None:
+            raise RequestRefused(409, "the session is still waiting in the queue")
+        return session.lease
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             now_s = self._clock()
+            for session_id, why in self._queue.overdue(now_s):
+                self._finish(self._sessions[session_id], "ended", why)
             for session in list(self._sessions.values()):
                 if not session.over:
                     reason = overdue(session, self._config, now_s)

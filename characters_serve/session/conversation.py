@@ -70,6 +70,7 @@ class Conversation:
         self._to_agent = to_agent
         self._user_speaking = False
         self._speech_ended_s: float | None = None
+        self._unheard_s: float | None = None
         self._stamps_s: dict[str, float] = {}
         self._captions: deque[_Caption] = deque()
         self._over_id = 0
@@ -124,6 +125,17 @@ class Conversation:
         """A stage of the answer to the present turn, on its way through the engine."""
         self._stamps_s.setdefault(stage, now_s)
 
+    def heard(self, heard_s: float, now_s: float) -> None:
+        """The client played the first sound of the answer at heard_s; told once for each turn."""
+        ended_s, self._unheard_s = self._unheard_s, None
+        if ended_s is None or now_s - ended_s > MAX_TURN_S:
+            return
+        # The client takes half a round trip off, which on a lopsided path may be too much.
+        heard_ms = max(round((heard_s - ended_s) * 1000, 1), self.turn_stages_ms["voice"])
+        self.turn_stages_ms["heard"] = heard_ms
+        self._counters.observe(f"{TURN_STAGE}heard", heard_ms)
+        self._events.emit("metrics", {"turn": self.turn_stages_ms})
+
     def follow(self, now_s: float) -> None:
         """Called after each picture and packet: reports where the playout has come to."""
         for event in self._playout.take_events():
@@ -162,6 +174,7 @@ class Conversation:
             kind = "user-started-speaking" if speech.speaking else "user-stopped-speaking"
             self._events.emit(kind)
             self._speech_ended_s = None if speech.speaking else now_s
+            self._unheard_s = None
             self._stamps_s.clear()
         if speech.barge_in:
             latest_id = self._silence(now_s)
@@ -196,10 +209,11 @@ class Conversation:
     def _voiced(self, now_s: float) -> None:
         if self._speech_ended_s is None:
             return
-        latency_s = now_s - self._speech_ended_s
-        self._speech_ended_s = None
+        ended_s, self._speech_ended_s = self._speech_ended_s, None
+        latency_s = now_s - ended_s
         if latency_s > MAX_TURN_S:
             return
+        self._unheard_s = ended_s
         for stage, stamp_s in (*self._stamps_s.items(), ("voice", now_s)):
             self.turn_stages_ms[stage] = round((stamp_s - now_s + latency_s) * 1000, 1)
         self._counters.observe("turn_latency_ms", latency_s * 1000)

@@ -1,8 +1,8 @@
 """In: what happens in a session, and the client's data channel messages. Out: RTVI envelopes.
 
 Two channels, both opened by the client: `events` (reliable; label, id, type, data) and `probe`
-(ping and pong: heartbeat, round trip, media time). What a client sends is checked before it is
-believed. Knows nothing of what a message leads to.
+(ping and pong: heartbeat, round trip, media time; and when an answer was heard). What a client
+sends is checked before it is believed. Knows nothing of what a message leads to.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ MAX_MESSAGE_BYTES: Final = 16 * 1024
 MAX_MESSAGES_PER_S: Final = 50
 MAX_TEXT_CHARACTERS: Final = 2000
 MAX_WAITING_EVENTS: Final = 64
+MAX_HEARD_AGO_MS: Final = 5000.0
 MAX_BUFFERED_BYTES: Final = 256 * 1024
 
 
@@ -49,6 +50,13 @@ ClientMessage = ClientReady | ClientInterrupt | ClientText
 class ProbePing:
     number: int
     client_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeHeard:
+    """The client's loudspeaker began to play an answer, so long ago."""
+
+    ago_ms: float
 
 
 class BadMessage(ValueError):
@@ -80,8 +88,13 @@ def parse_client_message(raw: object) -> ClientMessage:
     raise BadMessage("unknown type")
 
 
-def parse_ping(raw: object) -> ProbePing:
+def parse_probe(raw: object) -> ProbePing | ProbeHeard:
     tree = _object(raw)
+    if tree.get("t") == "heard":
+        ago_ms = tree.get("ago_ms")
+        if not isinstance(ago_ms, int | float) or not 0 <= ago_ms <= MAX_HEARD_AGO_MS:
+            raise BadMessage("ago_ms must be a number of milliseconds")
+        return ProbeHeard(float(ago_ms))
     number, client_ms = tree.get("id"), tree.get("c")
     if tree.get("t") != "ping" or type(number) is not int or abs(number) > 2**53:
         raise BadMessage('a probe is {"t": "ping", "id": integer, "c": milliseconds}')

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import logging
 import signal
 import sys
@@ -48,6 +49,7 @@ from characters_serve.processes import AsyncControlLink, ChildFailed
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.external_link import ExternalLink
+from characters_serve.session.ice import NoPortFree
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
@@ -59,6 +61,8 @@ METRICS_PERIOD_S = 1.0
 GOODBYE_S = 0.05
 # Sockets do not linger: the last message needs a moment before the process is gone.
 LAST_WORD_S = 0.1
+M_MMAP_THRESHOLD = -3
+LARGE_BUFFER_BYTES = 64 * 1024
 
 Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon | ExternalOpen
 State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
@@ -200,6 +204,9 @@ class Host:
                     return Refused(number, 400, str(error))
                 except OfferConflict as error:
                     return Refused(number, 409, str(error))
+                except NoPortFree as error:
+                    log.error("%s (delivery.udp_ports)", error)
+                    return Refused(number, 503, str(error))
                 return Answer(number, request.session_id, sdp)
             case Interrupt():
                 session.interrupt()
@@ -356,6 +363,17 @@ class Host:
             self._outbox.put_nowait(self._counters.take())
 
 
+def give_back_large_buffers() -> None:
+    """Lets no buffer of 64 KiB and more into malloc's heap, where pictures leave holes for good.
+
+    glibc keeps away only what is larger than the largest it has seen freed. Over 50 connections the
+    heap in use stayed at 14 MB and the unused grew from 20 to 29; so it stays at 3.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc only
+        mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+
+
 async def _main(config: Config, group_dir: Path) -> int:
     loop = asyncio.get_running_loop()
     # The parent decides when a group ends; what a terminal or a service manager sends to every
@@ -371,6 +389,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The session host of one group.")
     parser.add_argument("--group-dir", type=Path, required=True)
     options = parser.parse_args()
+    give_back_large_buffers()
     # It names addresses of clients.
     logging.getLogger("aioice").setLevel(logging.WARNING)
     config = Config.model_validate_json((options.group_dir / "config.json").read_text())

@@ -26,10 +26,13 @@ from characters_serve.session.events import (
     ClientReady,
     ClientText,
     EventsChannel,
+    ProbeHeard,
+    ProbePing,
     parse_client_message,
-    parse_ping,
+    parse_probe,
     pong,
 )
+from characters_serve.session.ice import NoPortFree
 from characters_serve.session.lifecycle import (
     Changed,
     EndingSoon,
@@ -137,7 +140,10 @@ class LiveSession:
     # ------------------------------------------------------------ the client's connection
 
     async def offer(self, sdp: str, takeover: bool) -> str:
-        """Answers an offer; raises OfferRefused or OfferConflict and leaves a live peer alone."""
+        """Answers an offer; raises OfferRefused, OfferConflict or NoPortFree.
+
+        What is refused before it is tried leaves a live peer alone.
+        """
         async with self._offers:
             if self._closed:
                 raise OfferConflict("the session is ending")
@@ -160,6 +166,9 @@ class LiveSession:
                 return await peer.answer(checked)
             except OfferRefused:
                 self._counters.count("offers_refused_total")
+                self._peer = None
+                raise
+            except NoPortFree:
                 self._peer = None
                 raise
 
@@ -209,10 +218,14 @@ class LiveSession:
         now_s = time.monotonic()
         try:
             if label == "probe":
-                answer = pong(parse_ping(raw), now_s * 1000, self._clock.media_ms(now_s))
-                if self._probe.readyState == "open":
-                    self._probe.send(answer)
+                probe = parse_probe(raw)
                 self._apply(self._lifecycle.beat(now_s))
+                match probe:
+                    case ProbeHeard(ago_ms):
+                        self._conversation.heard(now_s - ago_ms / 1000, now_s)
+                    case ProbePing() as ping if self._probe.readyState == "open":
+                        media_ms = self._clock.media_ms(now_s)
+                        self._probe.send(pong(ping, now_s * 1000, media_ms))
                 return
             message = parse_client_message(raw)
         except BadMessage as error:
@@ -276,6 +289,7 @@ class LiveSession:
             return
         self._chunk_s = now_s
         if chunk.utterance_id and chunk.epoch == self._chunker.epoch:
+            self._conversation.stamp("generated", now_s - chunk.decode_ms / 1000)
             self._conversation.stamp("frames", now_s)
         self._counters.count("chunks_total")
         self._counters.count("late_chunks_total", float(late))

@@ -26,6 +26,7 @@ from aiortc.mediastreams import MediaStreamError
 from characters_serve.config import DeliveryConfig
 from characters_serve.session.encoders import EncoderThread
 from characters_serve.session.events import MessageLimit
+from characters_serve.session.ice import NoPortFree, announce, listen_on
 from characters_serve.session.microphone import PIECE_S, Microphone
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rate import RateBounds, RateControl
@@ -77,9 +78,12 @@ class Peer:
         )
 
     async def answer(self, sdp: str) -> str:
-        """Raises OfferRefused; the peer is closed then."""
+        """Raises OfferRefused or NoPortFree; the peer is closed then."""
         try:
             return await self._negotiate(sdp)
+        except NoPortFree:
+            await self.close()
+            raise
         except Exception as error:
             # 130 of 300 mutated offers raised: ValueError, AssertionError, KeyError, IndexError,
             # AttributeError, RuntimeError. All mean the same to the caller.
@@ -133,9 +137,10 @@ class Peer:
         await pc.setRemoteDescription(RTCSessionDescription(sdp, "offer"))
         for transport in {sender.transport for sender in self._senders}:
             harden_transport(transport)
+            listen_on(transport.transport.iceGatherer._connection, self._config.udp_ports)
         await pc.setLocalDescription(await pc.createAnswer())
         self._start(self._watch_connection(), "ice-timeout")
-        return str(pc.localDescription.sdp)
+        return announce(str(pc.localDescription.sdp), self._config.public_address)
 
     def _start(self, work: Any, name: str) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work, name=name)

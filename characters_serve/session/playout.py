@@ -188,7 +188,8 @@ class Playout:
         """
         self._epoch = epoch
         self.speaking = False
-        self._fading = self.playing and self._utterance_id != 0
+        # A second interruption before the next packet must not turn the fade into a cut.
+        self._fading = self.playing and (self._fading or self._utterance_id != 0)
         for utterance_id in range(self._closed_through + 1, through_utterance_id + 1):
             played_ms = self._played_ms if utterance_id == self._utterance_id else 0.0
             self._events.append(PlayoutEvent("interrupted", utterance_id, played_ms))

@@ -15,11 +15,13 @@
  * A session object is used once; make a new one for the next conversation.
  *
  * Events (all are CustomEvents; the payload is `event.detail`):
- *   state         {state, reason, message, inMs}   see State below
+ *   state         {state, reason, message, inMs, queuePosition}   see State below
  *   transcript    {role: "user"|"character", turn, text, final, interrupted}
  *                 `text` is the turn so far; an event with the same role and turn replaces it
  *   speaking      {who: "user"|"character", speaking, interrupted, positionMs}
- *   metrics       {fps, buffer, turn_latency_ms, passes, late, rtt_ms}
+ *   metrics       {fps, buffer, turn_latency_ms, turn, passes, late, rtt_ms}
+ *                 `turn`: milliseconds from the end of the user's speech to each stage of the last
+ *                 turn: end_of_turn, transcript, reply, first_audio, step, frames, voice, heard, ...
  *   ready         {listener, voice}                what listens and what speaks, in words
  *   mic           {stream: MediaStream|null}       the microphone in use changed
  *   audioblocked  {}                               the browser wants a tap first: call unmuteOutput()
@@ -35,9 +37,14 @@ const RECONNECT_LIMIT_MS = 20_000;
 const CONNECT_TIMEOUT_MS = 15_000;
 const TAKEOVER_TIMEOUT_MS = 6000;
 const POLL_PERIODS_MS = [100, 200, 300, 500]; // a prepared group is ready within milliseconds
+const QUEUE_POLL_MS = 2000; // asking keeps the place in the queue
 const START_TIMEOUT_MS = 180_000;
 // The server may ignore candidates (it learns them from the checks), so gathering is barely awaited.
 const GATHER_TIMEOUT_MS = 150;
+// What the answer's sound is told by: its level, after at least one moment of quiet.
+const AUDIBLE_LEVEL = 0.01;
+const LISTEN_PERIOD_MS = 20;
+const LISTEN_LIMIT_MS = 20_000;
 // Equal on both receivers: the browser then has no reason to pull voice and picture apart.
 const JITTER_BUFFER_TARGET_MS = 80;
 
@@ -45,6 +52,7 @@ const JITTER_BUFFER_TARGET_MS = 80;
  * @typedef {"idle"|"microphone"|"creating"|"queued"|"starting"|"connecting"|"live"|"reconnecting"
  *   |"ending"|"ended"|"failed"} State
  * "ending" is still a live conversation: the server said that it will close in `inMs`.
+ * While "queued" the server tells the place (`queuePosition`, 1 is the next) and ends a long wait.
  */
 
 /** @typedef {{id: string, name: string, style: string, blurb: string, image: string}} Character */
@@ -54,6 +62,7 @@ const JITTER_BUFFER_TARGET_MS = 80;
  * @typedef {object} SessionInfo
  * @property {string} id
  * @property {string} status
+ * @property {number} [queue_position]
  * @property {{value: string, expires_at: number|string}} client_secret
  * @property {RTCIceServer[]} [ice_servers]
  * @property {number} [max_duration_s]
@@ -106,6 +115,8 @@ export class CharacterSession extends EventTarget {
   #events = null;
   /** @type {RTCDataChannel|null} */
   #probe = null;
+  /** @type {ReturnType<typeof setInterval>|undefined} */
+  #listening;
   #nextPing = 0;
   #lastPongMs = 0;
   /** @type {Record<string, number|null>} */
@@ -187,7 +198,7 @@ export class CharacterSession extends EventTarget {
         await this.#release(); // stopped while the request was on its way: give the seat back
         this.#throwIfFinished();
       }
-      await this.#untilReady(info.status);
+      await this.#untilReady(info);
       this.#setState("connecting");
       await this.#connect({ takeover: false, timeoutMs: CONNECT_TIMEOUT_MS });
       this.#goLive();
@@ -286,6 +297,14 @@ export class CharacterSession extends EventTarget {
   }
 
   /**
+   * The last `metrics`.
+   * @returns {Record<string, any>}
+   */
+  get metrics() {
+    return { ...this.#metrics };
+  }
+
+  /**
    * A snapshot of the connection, from the browser's counters and the server's last metrics.
    * @returns {Promise<Record<string, number|null>>}
    */
@@ -347,24 +366,27 @@ export class CharacterSession extends EventTarget {
     return response.json();
   }
 
-  /** @param {string} status */
-  async #untilReady(status) {
-    const deadlineMs = performance.now() + START_TIMEOUT_MS;
-    let reason = "";
+  /** @param {{status: string, reason?: string, queue_position?: number}} told */
+  async #untilReady(told) {
+    let deadlineMs = performance.now() + START_TIMEOUT_MS;
     let failures = 0;
     for (let polls = 0; ; polls++) {
+      const { status, reason = "", queue_position: queuePosition } = told;
+      const queued = status === "queued";
       if (status === "ready" || status === "live" || status === "reconnecting") return;
       if (["ending", "ended", "failed"].includes(status)) {
         throw new CharacterError("session-over", sentence(reason) || "The server could not prepare the character.");
       }
-      this.#setState(status === "queued" ? "queued" : "starting", { reason });
+      this.#setState(queued ? "queued" : "starting", { reason, queuePosition });
+      if (queued) deadlineMs = performance.now() + START_TIMEOUT_MS;
       if (performance.now() > deadlineMs) {
         throw new CharacterError("start-timeout", "The character was not ready in time.");
       }
-      await this.#sleep(POLL_PERIODS_MS[Math.min(polls, POLL_PERIODS_MS.length - 1)]);
+      const startMs = POLL_PERIODS_MS[Math.min(polls, POLL_PERIODS_MS.length - 1)];
+      await this.#sleep(queued ? QUEUE_POLL_MS : startMs);
       this.#throwIfFinished();
       try {
-        ({ status, reason = "" } = await this.#status());
+        told = await this.#status();
         failures = 0;
       } catch (error) {
         const refused = error instanceof CharacterError && error.status !== 0;
@@ -373,7 +395,7 @@ export class CharacterSession extends EventTarget {
     }
   }
 
-  /** @returns {Promise<{status: string, reason?: string}>} */
+  /** @returns {Promise<{status: string, reason?: string, queue_position?: number}>} */
   async #status() {
     const response = await this.#call("", { timeoutMs: 5000 });
     return response.json();
@@ -472,6 +494,31 @@ export class CharacterSession extends EventTarget {
     });
   }
 
+  /** Tells the server when the first sound of the answer was really played here. */
+  #listenForAnswer() {
+    const { pc, probe } = { pc: this.#pc, probe: this.#probe };
+    const receiver = pc?.getReceivers().find(({ track }) => track.kind === "audio");
+    if (!pc || !receiver) return;
+    const untilMs = performance.now() + LISTEN_LIMIT_MS;
+    let quiet = false;
+    clearInterval(this.#listening);
+    const listening = setInterval(() => {
+      const nowMs = performance.now();
+      if (pc !== this.#pc || nowMs > untilMs) return clearInterval(listening);
+      const [source] = receiver.getSynchronizationSources();
+      if (source?.audioLevel === undefined) return;
+      if (source.audioLevel < AUDIBLE_LEVEL) quiet = true;
+      else if (quiet) {
+        clearInterval(listening);
+        const playedMs = source.timestamp - performance.timeOrigin;
+        const agoMs = Math.max(0, nowMs - playedMs) + (this.#metrics.rtt_ms ?? 0) / 2;
+        if (probe?.readyState === "open") probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
+      }
+    }, LISTEN_PERIOD_MS);
+    this.#listening = listening;
+    this.#life.signal.addEventListener("abort", () => clearInterval(listening), { once: true });
+  }
+
   /**
    * Both tracks live in one MediaStream that survives reconnections, so the last frame stays on screen.
    * @param {MediaStreamTrack} track
@@ -557,8 +604,10 @@ export class CharacterSession extends EventTarget {
       case "bot-ready":
         return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
       case "user-started-speaking":
+        clearInterval(this.#listening);
         return this.#emit("speaking", { who: "user", speaking: true });
       case "user-stopped-speaking":
+        this.#listenForAnswer();
         return this.#emit("speaking", { who: "user", speaking: false });
       case "user-transcription": {
         const turn = this.#turns.heard(data.text ?? "", Boolean(data.final));
@@ -730,12 +779,12 @@ export class CharacterSession extends EventTarget {
    * @param {State} state
    * @param {{reason?: string, message?: string, inMs?: number}} [more]
    */
-  #setState(state, { reason = "", message = "", inMs = 0 } = {}) {
+  #setState(state, { reason = "", message = "", inMs = 0, queuePosition = 0 } = {}) {
     const final = state === "ended" || state === "failed";
     if (this.#finished && !final) return;
-    if (state === this.#state && state !== "ending" && !reason) return;
+    if (state === this.#state && state !== "ending" && state !== "queued" && !reason) return;
     this.#state = state;
-    this.#emit("state", { state, reason, message, inMs });
+    this.#emit("state", { state, reason, message, inMs, queuePosition });
   }
 
   /**

@@ -46,6 +46,7 @@ let session = null;
 /** Whatever runs only while a session is there: aborted with it. */
 let sessionScope = new AbortController();
 let state = "idle";
+let queuePosition = 0;
 const speaking = { user: false, character: false };
 let endingAtMs = 0;
 let liveSinceMs = 0;
@@ -190,6 +191,7 @@ async function talk({ mic }) {
     $("engines").textContent = [listener && `Listening: ${listener}`, voice && `Voice: ${voice}`].filter(Boolean).join(" · ");
   });
   on("mic", ({ stream }) => onMicrophone(stream));
+  on("metrics", ({ turn }) => drawTurn(turn));
   on("audioblocked", () => ($("unmute").hidden = false));
   on("error", onError);
   on("ended", onEnded);
@@ -197,7 +199,8 @@ async function talk({ mic }) {
   await mine.start({ ...source, mic, video: $("video") }).catch(() => {}); // told by `error` and `ended`
 }
 
-function onState({ state: next, reason, inMs }) {
+function onState({ state: next, reason, inMs, queuePosition: position }) {
+  queuePosition = position;
   if (next === "ending") {
     endingAtMs = performance.now() + inMs;
     showNotice({ tone: "info", title: "This conversation is about to end", text: wordsFor(reason, ENDING_WORDS) });
@@ -214,7 +217,7 @@ function onState({ state: next, reason, inMs }) {
     if (!$("stats").hidden) drawStats();
     every(1000, drawStats);
   }
-  if (next === "creating") startedWaitingMs = performance.now();
+  if (next === "creating" || next === "queued") startedWaitingMs = performance.now();
   draw();
   if (next === "live" && !session?.micStream) $("say-text").focus({ preventScroll: true });
 }
@@ -397,6 +400,48 @@ async function drawStats() {
   );
 }
 
+/** The parts of a turn: who spends the time, what on, and the stage at which it is over. */
+const TURN_PARTS = [
+  ["agent", "waiting for more words", "end_of_turn"],
+  ["agent", "understanding", "transcript"],
+  ["agent", "thinking", "reply"],
+  ["agent", "finding its voice", "first_audio"],
+  ["picture", "making the picture", "frames"],
+  ["picture", "keeping in step", "voice"],
+  ["way", "on its way to you", "heard"],
+];
+
+/** Drawn with the figures, once there is a turn: the same numbers that the server exports. */
+function drawTurn(turn) {
+  show("turn", Boolean(turn) && !$("stats").hidden);
+  if (!turn || $("stats").hidden) return;
+  let beforeMs = 0;
+  const parts = [];
+  for (const [owner, name, stage] of TURN_PARTS) {
+    if (!Number.isFinite(turn[stage])) continue;
+    const ms = Math.max(0, turn[stage] - beforeMs);
+    beforeMs = Math.max(beforeMs, turn[stage]);
+    parts.push({ owner, name, ms });
+  }
+  setText("turn-total", `${(beforeMs / 1000).toFixed(2)} s`);
+  $("turn-bar").replaceChildren(
+    ...parts.map(({ owner, ms }) => {
+      const part = document.createElement("span");
+      part.dataset.owner = owner;
+      part.style.flexGrow = String(ms);
+      return part;
+    }),
+  );
+  $("turn-parts").replaceChildren(
+    ...parts.map(({ owner, name, ms }) => {
+      const item = textNode("li", "", `${name} `);
+      item.dataset.owner = owner;
+      item.append(textNode("b", "", `${Math.round(ms)} ms`));
+      return item;
+    }),
+  );
+}
+
 function drawClock() {
   const seconds = Math.max(0, Math.floor((performance.now() - liveSinceMs) / 1000));
   const left = Math.ceil((endingAtMs - performance.now()) / 1000);
@@ -450,12 +495,13 @@ function draw() {
     user: "Listening to you",
     listening: session?.micStream && !session.muted ? "Live. Go ahead, speak" : "Live. Type to talk",
   };
-  setText("state-text", live ? liveWords[speaker] : STATE_WORDS[state]);
-  setText("announce", live ? "Connected" : STATE_WORDS[state]);
+  const words = state === "queued" ? queueWords() : (STATE_WORDS[state] ?? "");
+  setText("state-text", live ? liveWords[speaker] : words);
+  setText("announce", live ? "Connected" : words);
   $("state").dataset.tone = live ? "live" : preparing || state === "reconnecting" ? "busy" : "calm";
 
   show("progress", preparing || state === "reconnecting");
-  setText("progress-title", STATE_WORDS[state] ?? "");
+  setText("progress-title", words);
   show("steps", preparing);
   drawSteps();
   show("about", !busy && selected !== null);
@@ -486,6 +532,11 @@ function draw() {
   $("say-text").placeholder = live ? "Write a message" : "Or type here";
 }
 
+function queueWords() {
+  if (!queuePosition) return STATE_WORDS.queued;
+  return queuePosition === 1 ? "You are next in the queue…" : `You are number ${queuePosition} in the queue…`;
+}
+
 function emptyWords(preparing, live) {
   const name = characterName();
   if (preparing) return `${name} is getting ready.`;
@@ -508,7 +559,7 @@ function drawSteps() {
     item.className = index < now ? "done" : index === now ? "now" : "";
   }
   const waitedS = startedWaitingMs ? (performance.now() - startedWaitingMs) / 1000 : 0;
-  const slow = waitedS > 6 && ["queued", "starting"].includes(state);
+  const slow = waitedS > 6 && state === "starting";
   setText("progress-note", slow ? `${Math.round(waitedS)} s. The first start after a while loads the model and takes longer.` : "");
 }
 
@@ -516,6 +567,7 @@ function toggleStats(open = $("stats").hidden) {
   if ($("stats").hidden === !open) return;
   $("stats").hidden = !open;
   $("stats-toggle").setAttribute("aria-expanded", String(open));
+  drawTurn(open ? session?.metrics.turn : null);
   void drawStats();
 }
 

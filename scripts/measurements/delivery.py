@@ -18,16 +18,19 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+from playwright.async_api import ViewportSize
 
 from characters_serve.bench.session import Viewer, origin, summary
-from tests.e2e.rig import Server, running_server
-from tests.e2e.watching import Figures, watching
+from tests.e2e.rig import Others, Server, browser, new_tab, running_server
+from tests.e2e.watching import Figures, Sample, watching
 from tests.relay import CLEAN, Conditions
 
 NETWORKS: dict[str, Conditions] = {
@@ -40,10 +43,15 @@ NETWORKS: dict[str, Conditions] = {
     "600 kbit/s": Conditions(delay_s=0.02, kbps=600),
     "100 +- 30 ms": Conditions(delay_s=0.1, jitter_s=0.03),
 }
-BLACKOUTS_S = (3, 10)
-STALL_S, STALL_EVERY_S = 0.4, 5.0
-SAMPLE_S = 5.0
+BLACKOUTS_S = (3, 10, 40)
+STALL_EVERY_S = 5.0
+FIRST_S = 10.0
+SAMPLE_S = 10.0
 SETTLING_S = 60.0
+QUIET = ("engine.kind=pattern", "agent.kind=none")
+PRODUCTION_RATES = ("delivery.video_start_kbps=1500", "delivery.video_max_kbps=4000")
+SMALL_WINDOW: ViewportSize = {"width": 480, "height": 320}  # a large one costs half a core
+ENDLESS = ("session.max_duration_s=100000", "session.idle_timeout_s=100000")
 
 
 async def one_network(server: Server, conditions: Conditions, seconds: float) -> dict[str, Any]:
@@ -54,15 +62,26 @@ async def one_network(server: Server, conditions: Conditions, seconds: float) ->
             "second_half": asdict(Figures.of(samples[len(samples) // 2 :])),
             "datagrams_dropped": watcher.relay.down.dropped,
             "datagrams_carried": watcher.relay.down.carried,
-            "cores_of_others": round(watcher.cores_of_others, 2),
+            "cores_of_others": round(watcher.others.cores, 2),
         }
 
 
 async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
+    """How soon the pictures are back; or, beyond the grace period, how soon the page gives up."""
     async with watching(server, Conditions(delay_s=0.02)) as watcher:
         await watcher.watch(3)
         watcher.relay.set(Conditions(blackout=True))
-        await asyncio.sleep(blackout_s)
+        dark_s = time.monotonic()
+        while (waited_s := time.monotonic() - dark_s) < blackout_s:
+            if await watcher.tab.page.get_attribute("body", "data-phase") == "idle":
+                told = await watcher.tab.page.get_by_test_id("error").inner_text()
+                freed_s = await asyncio.to_thread(server.seconds_until_free, 30)
+                return {
+                    "given_up_after_s": round(waited_s, 1),
+                    "told": told,
+                    "seat_free_after_s": round(waited_s + freed_s, 1),
+                }
+            await asyncio.sleep(0.1)
         watcher.relay.set(Conditions(delay_s=0.02))
         began_s = time.monotonic()
         back_s = None
@@ -79,22 +98,23 @@ async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
         return {
             "back_after_s": back_s,
             "then": asdict(Figures.of(after)),
-            "cores_of_others": round(watcher.cores_of_others, 2),
+            "cores_of_others": round(watcher.others.cores, 2),
         }
 
 
-async def matrix(server: Server, seconds: float) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, conditions in NETWORKS.items():
-        await asyncio.to_thread(server.when_free)
-        results[name] = await attempt(one_network(server, conditions, seconds))
-        sys.stderr.write(f"{name}: {results[name]}\n")
-    for blackout_s in BLACKOUTS_S:
-        await asyncio.to_thread(server.when_free)
-        name = f"blackout of {blackout_s} s"
-        results[name] = await attempt(one_blackout(server, blackout_s))
-        sys.stderr.write(f"{name}: {results[name]}\n")
-    return results
+async def networks(seconds: float, folder: Path) -> dict[str, Any]:
+    with running_server(folder / "n", *QUIET) as server:
+        results: dict[str, Any] = {}
+        for name, conditions in NETWORKS.items():
+            await asyncio.to_thread(server.when_free)
+            results[name] = await attempt(one_network(server, conditions, seconds))
+            sys.stderr.write(f"{name}: {results[name]}\n")
+        for blackout_s in BLACKOUTS_S:
+            await asyncio.to_thread(server.when_free)
+            name = f"blackout of {blackout_s} s"
+            results[name] = await attempt(one_blackout(server, blackout_s))
+            sys.stderr.write(f"{name}: {results[name]}\n")
+        return results
 
 
 async def attempt(work: Any) -> dict[str, Any]:
@@ -116,7 +136,48 @@ def host_state(server: Server) -> dict[str, float]:
     }
 
 
-async def cycles(server: Server, count: int) -> dict[str, Any]:
+async def cores(seconds: float, folder: Path) -> dict[str, Any]:
+    """What one host takes of the processor at the production picture's size."""
+    results: dict[str, Any] = {}
+    for codec in ("vp8", "h264"):
+        size = ("model.width=1088", "model.height=704", f"delivery.video_codec={codec}")
+        with running_server(folder / codec, *QUIET, *size, *PRODUCTION_RATES) as server:
+            results[codec] = await one_size(server, seconds)
+    return results
+
+
+async def one_size(server: Server, seconds: float) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        viewer = Viewer(http)
+        try:
+            await viewer.join()
+            await asyncio.sleep(3)
+            before, began_s, others = thread_times_s(server), time.monotonic(), Others()
+            await asyncio.sleep(seconds)
+            after, elapsed_s = thread_times_s(server), time.monotonic() - began_s
+            cores_of_others = others.cores
+        finally:
+            await viewer.leave()
+    used = {thread: (after[thread] - before.get(thread, 0.0)) / elapsed_s for thread in after}
+    loop = used.pop(server.host.pid)
+    return {
+        "viewer": summary(viewer.seen),
+        "cores_of_the_loop": round(loop, 3),  # sockets, encryption, pacing
+        "cores_of_its_encoder": round(sum(used.values()), 3),
+        "cores_of_others": round(cores_of_others, 2),
+    }
+
+
+def thread_times_s(server: Server) -> dict[int, float]:
+    return {each.id: each.user_time + each.system_time for each in server.host.threads()}
+
+
+async def cycles(count: int, folder: Path) -> dict[str, Any]:
+    with running_server(folder / "c", *QUIET) as server:
+        return await come_and_go(server, count)
+
+
+async def come_and_go(server: Server, count: int) -> dict[str, Any]:
     """The first three are the warm-up of memory and caches."""
     joins_s: list[float] = []
     states: list[dict[str, float]] = []
@@ -144,65 +205,148 @@ async def cycles(server: Server, count: int) -> dict[str, Any]:
     }
 
 
-async def soak(server: Server, seconds: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SoakKind:
+    """stall_s: how long the engine is stopped, every STALL_EVERY_S."""
+
+    settings: tuple[str, ...] = ()
+    stall_s: float = 0.0
+
+
+SOAKS = {
+    "a stall of 0.4 s every 5 s": SoakKind(stall_s=0.4),
+    "23.5 fps, a step of 263 ms every 42": SoakKind(
+        ("engine.pattern.step_ms=168", "engine.pattern.long_step_ms=263")
+    ),
+}
+
+
+async def stalls(server: Server, kind: SoakKind) -> None:
     engine = server.child("engine.pattern")
-    samples: list[tuple[float, dict[str, float]]] = []
-    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
-        viewer = Viewer(http)
+    while True:
+        await asyncio.sleep(STALL_EVERY_S - kind.stall_s)
+        engine.suspend()
         try:
-            await viewer.join()
-            began_s, used_s = time.monotonic(), server.cpu_s()
-            while (elapsed_s := time.monotonic() - began_s) < seconds:
-                samples.append((elapsed_s, host_state(server)))
-                engine.suspend()
-                try:
-                    await asyncio.sleep(STALL_S)
-                finally:
-                    engine.resume()
-                await asyncio.sleep(STALL_EVERY_S - STALL_S)
-            cores = (server.cpu_s() - used_s) / (time.monotonic() - began_s)
+            await asyncio.sleep(kind.stall_s)
         finally:
-            await viewer.leave()
-    settled = [(at_s, state["rss_mb"]) for at_s, state in samples if at_s >= SETTLING_S]
-    slope = None
-    if len(settled) > 2:
-        times_s, rss_mb = np.array(settled).T
-        slope = float(np.polyfit(times_s, rss_mb, 1)[0]) * 600
+            engine.resume()
+
+
+async def soak(server: Server, name: str, kind: SoakKind, seconds: float) -> dict[str, Any]:
+    """A real browser that only watches; its counters each second, the host's each ten."""
+    browsers: list[Sample] = []
+    hosts: list[tuple[float, dict[str, float]]] = []
+    async with browser() as launched:
+        tab = await new_tab(launched, server, size=SMALL_WINDOW)
+        await tab.talk()
+        stalling = asyncio.create_task(stalls(server, kind)) if kind.stall_s else None
+        others, began_s, used_s = Others(), time.monotonic(), server.cpu_s()
+        try:
+            while (elapsed_s := time.monotonic() - began_s) < seconds:
+                inbound = await tab.inbound()
+                if "video" in inbound and "audio" in inbound:
+                    browsers.append(Sample.of(inbound))
+                if not hosts or elapsed_s - hosts[-1][0] >= SAMPLE_S:
+                    hosts.append((elapsed_s, await asyncio.to_thread(host_state, server)))
+                if len(browsers) % 60 == 0:
+                    sys.stderr.write(f"{name}: {round(elapsed_s)} s, {hosts[-1][1]}\n")
+                await asyncio.sleep(1)
+            cores = (server.cpu_s() - used_s) / (time.monotonic() - began_s)
+            cores_of_others = others.cores
+        finally:
+            if stalling is not None:
+                stalling.cancel()
+                await asyncio.gather(stalling, return_exceptions=True)
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
     return {
         "seconds": seconds,
-        "stalls": len(samples),
-        "stall_s": STALL_S,
-        "viewer": summary(viewer.seen),
+        **watched(browsers),
+        **kept(hosts),
         "server_cores": round(cores, 3),
-        "host_first": samples[0][1],
-        "host_last": samples[-1][1],
-        "host_rss_mb_per_10_min": None if slope is None else round(slope, 2),
+        "cores_of_others": round(cores_of_others, 2),
     }
+
+
+def watched(samples: list[Sample]) -> dict[str, Any]:
+    """av_ms: the voice's playout time minus the picture's, as the browser estimates it."""
+    began_s = samples[0].at_s
+    offsets = [(s.at_s - began_s, s.av_ms) for s in samples if s.av_ms is not None]
+    first = [av_ms for at_s, av_ms in offsets if at_s < FIRST_S]
+    rest = [av_ms for at_s, av_ms in offsets if at_s >= FIRST_S]
+    minutes = [
+        [av_ms for at_s, av_ms in offsets if minute <= at_s / 60 < minute + 1]
+        for minute in range(1, int(offsets[-1][0] // 60))
+    ]
+    medians = [round(statistics.median(minute), 1) for minute in minutes if minute]
+    slope = np.polyfit(np.arange(len(medians)), medians, 1)[0] if len(medians) > 2 else None
+    return {
+        "browser": asdict(Figures.of(samples)),
+        "concealed_samples": samples[-1].concealed - samples[0].concealed,
+        "av_ms_first_10_s": [round(av_ms) for av_ms in first],
+        "av_ms_median": round(statistics.median(rest), 1),
+        "av_ms_p95": round(float(np.quantile(np.abs(rest), 0.95)), 1),
+        "av_ms_each_minute": medians,
+        "av_slope_ms_per_min": None if slope is None else round(float(slope), 3),
+    }
+
+
+def kept(samples: list[tuple[float, dict[str, float]]]) -> dict[str, Any]:
+    """What the host holds, once settled."""
+    settled = [(at_s, state) for at_s, state in samples if at_s >= SETTLING_S]
+    slope = None
+    if len(settled) > 2:
+        times_s, rss_mb = np.array([(at_s, state["rss_mb"]) for at_s, state in settled]).T
+        slope = round(float(np.polyfit(times_s, rss_mb, 1)[0]) * 600, 2)
+    return {
+        "host_rss_mb_per_10_min": slope,
+        "host_rss_mb": [state["rss_mb"] for _, state in samples[::6]],
+        **{
+            f"host_{name}": [min(values), max(values)]
+            for name in ("files", "threads", "tasks")
+            if (values := [state[name] for _, state in settled])
+        },
+    }
+
+
+async def soaks(seconds: float, folder: Path) -> dict[str, Any]:
+    """All kinds at once, each with a server and a browser of its own."""
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(
+                running_server(folder / f"s{number}", *QUIET, *ENDLESS, *kind.settings)
+            )
+            for number, kind in enumerate(SOAKS.values())
+        ]
+        works = [
+            attempt(soak(server, name, kind, seconds))
+            for server, (name, kind) in zip(servers, SOAKS.items(), strict=True)
+        ]
+        return dict(zip(SOAKS, await asyncio.gather(*works), strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures delivery over bad networks.")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of each network")
-    parser.add_argument("--cycles", type=int, default=20)
-    parser.add_argument("--soak", type=float, default=300.0, help="seconds")
-    parser.add_argument("--only", choices=("networks", "cycles", "soak"), action="append")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each network")
+    parser.add_argument("--cycles", type=int, default=100)
+    parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
+    parser.add_argument("--only", choices=("networks", "cores", "cycles", "soak"), action="append")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    wanted = options.only or ["networks", "cycles", "soak"]
+    wanted = options.only or ["networks", "cores", "cycles"]
     command = shlex.join(["python", "-m", "scripts.measurements.delivery", *sys.argv[1:]])
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        settings = ("engine.kind=pattern", "agent.kind=none")
-        with running_server(Path(folder) / "r", *settings) as server:
-            work = {
-                "networks": lambda: matrix(server, options.seconds),
-                "cycles": lambda: cycles(server, options.cycles),
-                "soak": lambda: soak(server, options.soak),
-            }
-            for name in wanted:
-                result[name] = {"command": command, **origin(), **asyncio.run(work[name]())}
-                kept = json.loads(options.out.read_text()) if options.out.exists() else {}
-                options.out.write_text(json.dumps({**kept, **result}, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
+            "networks": lambda: networks(options.seconds, folder),
+            "cores": lambda: cores(options.seconds, folder),
+            "cycles": lambda: cycles(options.cycles, folder),
+            "soak": lambda: soaks(60 * options.minutes, folder),
+        }
+        for part in wanted:
+            result = {"command": command, **origin(), **asyncio.run(parts[part]())}
+            before = json.loads(options.out.read_text()) if options.out.exists() else {}
+            options.out.write_text(json.dumps({**before, part: result}, indent=2) + "\n")
     return 0
 
 

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import espeakng_loader
 import hibari
-import onnxruntime  # type: ignore[import-untyped]
+import onnxruntime
 import soxr
 import torch
 

@@ -151,7 +151,7 @@ def train_autoencoder(
 
 
 def train_mouth_reader(
-    source: ClipSource, renderer: Renderer, seed: int, steps: int = 300
+    source: ClipSource, renderer: Renderer, seed: int, steps: int = 800
 ) -> MouthReader:
     """Learns to read mouth controls from true pictures: the yardstick, never a training signal."""
     generator = _generator(source, seed + 1)

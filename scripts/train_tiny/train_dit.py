@@ -1,9 +1,11 @@
 """Stage 2: the transformer, on latents of stage 1, in the context it will be served with.
 
-First with true context, then with context from its own rollouts, served by the server's own
-Denoiser (self-rollout: what keeps it from drifting). Rendered truth is known for any controls and
-speech, so both parts regress it; a share of each step's chunks is decoded, and the picture's loss
-trains transformer and decoder together, which the latent loss alone leaves soft around the eyes.
+The audio encoder first learns to name the mouth's shape by itself, which pictures alone teach it
+slowly. Then the whole: first with true context, then with context from its own rollouts, served by
+the server's own Denoiser (self-rollout: what keeps it from drifting). Rendered truth is known for
+any controls and speech, so both parts regress it; a share of each step's chunks is decoded, and the
+picture's loss trains transformer and decoder together, which the latent loss alone leaves soft
+around the eyes.
 
 Letters: B clips, K chunks, S tokens of a chunk, V video tokens, C channels, H heads, D dims.
 """
@@ -18,11 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.attention import attention
 from characters_serve.model.dit import Block, CharacterDiT, StepCondition
+from characters_serve.model.idle_controls import NUM_CONTROLS
 from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
 from scripts.train_tiny.data import (
     Clips,
@@ -31,7 +35,7 @@ from scripts.train_tiny.data import (
     render_clips,
     render_with_references,
 )
-from scripts.train_tiny.networks import AveragedWeights, MuonAdamW
+from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
@@ -41,9 +45,14 @@ from scripts.train_tiny.train_autoencoder import (
     region_weights,
     say,
 )
+from scripts.train_tiny.visemes import MOUTH_CONTROLS as MOUTH_CONTROL_NAMES
 
+MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
 PICTURE_WEIGHT = 4.0
+MOUTH_WEIGHT = 2.0
 TEACHER_SHARE = 0.5
+AUDIO_SHARE = 0.02
+"""Of the stage's seconds: for the audio encoder alone."""
 
 
 class Pool(NamedTuple):
@@ -189,6 +198,56 @@ class TrainingPass:
         return result.float()
 
 
+class MouthProbe(nn.Module):
+    """Reads the five mouth controls of each frame from what the audio encoder gives the blocks.
+
+    A probe read 0.85 of the opening (correlation, held-out voices) from an encoder that had
+    learned through pictures alone, where a network that regresses it directly reaches 0.93.
+    """
+
+    def __init__(self, dit: CharacterDiT) -> None:
+        super().__init__()
+        model = dit.config
+        self.frames = model.frames_per_chunk
+        self.encoder = dit.audio_encoder
+        self.read = nn.Linear((1 + model.audio_tokens) * model.dim, self.frames * MOUTH_CONTROLS)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """(N, mel frames, mels) -> (N, frames, 5)."""
+        read: Tensor = self.read(self.encoder(mel).flatten(-2))
+        return read.unflatten(-1, (self.frames, -1))
+
+
+def train_audio_encoder(
+    probe: MouthProbe,
+    source: ClipSource,
+    generator: torch.Generator,
+    seconds: float,
+    batch: int,
+) -> float:
+    """Returns the correlation of the mouth's opening on held-out voices."""
+    optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3, weight_decay=0.02)
+    started = time.monotonic()
+    step = 0
+    while (elapsed := time.monotonic() - started) < seconds:
+        clips = source.sample(batch, probe.frames, generator)
+        mel = augment_mel(clips.mel, generator)[:, 0]
+        loss = functional.mse_loss(probe(mel), clips.controls[..., NUM_CONTROLS:])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step += 1
+        fall = 0.5 + 0.5 * math.cos(math.pi * elapsed / seconds)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, step / 100) * fall
+    with torch.no_grad():
+        clips = source.sample(4096, probe.frames, generator, held_out=True)
+        read = probe(clips.mel[:, 0])
+    found = correlation(read[..., 0], clips.controls[..., NUM_CONTROLS])
+    say(f"audio encoder {step} steps, held-out mouth opening {found:.3f}")
+    return found
+
+
 def sample_levels(
     model: ModelConfig, count: int, chunks: int, generator: torch.Generator
 ) -> Tensor:
@@ -287,12 +346,18 @@ def train_dit(
 
     if cuda:
         painted_loss = torch.compile(painted_loss, dynamic=False)
+    probe = MouthProbe(dit).to(device)
+    audio_score = train_audio_encoder(
+        probe, source, generator, AUDIO_SHARE * seconds_left(), 512 if cuda else 16
+    )
+    probe_optimizer = torch.optim.Adam(probe.read.parameters(), lr=1e-3)
     adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
     optimizer = MuonAdamW([dit], adam_only)
     painter_optimizer = torch.optim.Adam(painter.decoder.parameters(), lr=2e-4, betas=(0.9, 0.98))
     averages = (AveragedWeights(dit), AveragedWeights(painter.decoder))
     context = RolloutContext(dit, pool, min(512, pool_size), seed)
     log: list[dict[str, float]] = []
+    frames_of_chunk = torch.arange(model.frames_per_chunk, device=device)
     total = seconds_left()
     step = 0
     started = time.monotonic()
@@ -343,8 +408,12 @@ def train_dit(
             weights = region_weights(part)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
             picture = painted_loss(pair, images[some], before, shown, weights)
+            mouth = probe(mel.flatten(0, 1))
+        frame_at = (at[..., None] * model.frames_per_chunk + frames_of_chunk).flatten(1)
+        told = pool.clips.controls[rows[:, None], frame_at][..., NUM_CONTROLS:]
+        mouth_loss = functional.mse_loss(mouth.float(), told.reshape(mouth.shape))
         ramp = min(1.0, step / 300)
-        loss = latent_loss + PICTURE_WEIGHT * ramp * picture
+        loss = latent_loss + PICTURE_WEIGHT * ramp * picture + MOUTH_WEIGHT * mouth_loss
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
         nn.utils.clip_grad_norm_(painter.decoder.parameters(), 1.0)
@@ -355,6 +424,8 @@ def train_dit(
             group["lr"] = 3e-4 * now
         painter_optimizer.step()
         painter_optimizer.zero_grad(set_to_none=True)
+        probe_optimizer.step()
+        probe_optimizer.zero_grad(set_to_none=True)
         for average in averages:
             average.update()
         step += 1
@@ -367,10 +438,11 @@ def train_dit(
                 "context": (clean[:batch] - truth).square().mean().item(),
                 "denoised": (clean[batch:] - truth).square().mean().item(),
                 "picture": float(picture.item()),
+                "mouth": mouth_loss.item(),
             }
             log.append(entry)
             say("dit " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()))
     averages[0].copy_to(dit)
     averages[1].copy_to(painter.decoder)
-    record = {"log": log, "steps": step}
+    record = {"log": log, "steps": step, "audio_encoder_correlation": audio_score}
     return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False), record

@@ -28,7 +28,7 @@ async def test_a_clean_network_costs_nothing(pattern: Server, measure: Measure) 
     async with watching(pattern) as watcher:
         figures = Figures.of(await watcher.watch(6))
         measure("figures", figures)
-        if watcher.can_judge(measure):
+        if watcher.others.can_judge(measure):
             assert figures.fps >= 23.5
             assert figures.freezes == 0
             assert figures.plis == 0
@@ -39,7 +39,7 @@ async def test_five_percent_loss_is_repaired(pattern: Server, measure: Measure) 
     async with watching(pattern, Conditions(delay_s=0.02, loss=0.05)) as watcher:
         figures = Figures.of(await watcher.watch(10))
         measure("figures", figures)
-        if watcher.can_judge(measure):
+        if watcher.others.can_judge(measure):
             assert figures.fps >= 23.5
             assert figures.frozen_share < 0.02
             assert figures.concealed_share < 0.05
@@ -55,7 +55,7 @@ async def test_a_narrow_link_is_not_overrun(large_server: Server, measure: Measu
         settled = Figures.of(samples[half:])
         measure("second", settled)
         measure("dropped", f"{watcher.relay.down.dropped} of {watcher.relay.down.carried}")
-        if watcher.can_judge(measure):
+        if watcher.others.can_judge(measure):
             assert settled.fps >= 20
             assert settled.kbps < link_kbps
 
@@ -71,7 +71,7 @@ async def test_the_picture_is_back_after_a_blackout(pattern: Server, measure: Me
         back = next((s for s in samples if s.decoded - began.decoded >= 12), None)
         measure("back_after_s", None if back is None else round(back.at_s - began.at_s, 2))
         measure("figures", Figures.of(samples))
-        if watcher.can_judge(measure):
+        if watcher.others.can_judge(measure):
             await watcher.tab.reach("live", 5)
             assert back is not None and back.at_s - began.at_s < 3
 
@@ -81,6 +81,6 @@ async def test_jitter_does_not_part_voice_and_picture(pattern: Server, measure: 
         samples = await watcher.watch(10)
         figures = Figures.of(samples[len(samples) // 2 :])
         measure("figures", figures)
-        if watcher.can_judge(measure):
+        if watcher.others.can_judge(measure):
             assert figures.fps >= 23
             assert figures.av_ms is not None and abs(figures.av_ms) < 60

@@ -34,6 +34,16 @@ from characters_serve.processes import ChildProcess
 PERSONA = Persona("Ada", "Hello there.", {}, [], "")
 
 
+class HandClock:
+    """Stands in for a module's `time`: it moves when a test moves it."""
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 class Browser:
     """Offers what a page offers, and keeps what it receives."""
 
@@ -156,4 +166,4 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
             await asyncio.sleep(0.02)
 
 
-__all__ = ["PERSONA", "Browser", "HostParent", "MediaBlackhole", "until"]
+__all__ = ["PERSONA", "Browser", "HandClock", "HostParent", "MediaBlackhole", "until"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from characters_serve.agent.ears import load_ears
 from characters_serve.agent.pocketsphinx_ears import Hearing, PocketsphinxEars, choose
 from characters_serve.agent.understanding import normalise
-from characters_serve.agent.whisper_ears import clean_words, find_model
+from characters_serve.agent.whisper_ears import WhisperEars, clean_words, find_model, repeats
 from characters_serve.config import AgentConfig
 from tests.e2e.speech import question_pcm
 
@@ -143,3 +146,65 @@ def test_where_a_whisper_model_is_looked_for(tmp_path: Path) -> None:
 
 def test_sounds_that_are_no_words_are_left_out() -> None:
     assert clean_words(" [BLANK_AUDIO] (coughs) Hello. ♪ ") == "Hello."
+
+
+@pytest.fixture(scope="module")
+def whisper() -> WhisperEars:
+    pytest.importorskip("faster_whisper", reason="the whisper extra is not installed")
+    model = find_model(None, os.environ)
+    if model is None:
+        pytest.skip("no whisper model on this machine")
+    return WhisperEars(model)
+
+
+def test_whisper_encodes_the_turn_alone_and_hears_the_same(
+    whisper: WhisperEars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [
+        "What is your name?",
+        "No.",
+        "My phone number is five five five, one two three four.",
+    ]
+    encoded: list[int] = []
+    encode = WhisperEars._encode
+
+    def counted(self: WhisperEars, samples: Any) -> Any:
+        encoded.append(len(samples))
+        return encode(self, samples)
+
+    monkeypatch.setattr(WhisperEars, "_encode", counted)
+    for text in texts:
+        pcm = bytes(6400) + question_pcm(text, 16_000) + bytes(6400)
+        whisper.begin()
+        whisper.feed(pcm)
+        usual = whisper._transcribe_windows((np.frombuffer(pcm, "<i2") / 32768).astype(np.float32))
+        assert normalise(whisper.finish()) == normalise(usual), text
+    assert len(encoded) == len(texts) and max(encoded) < 7 * 16_000
+
+
+def test_whisper_writes_while_the_user_speaks(whisper: WhisperEars) -> None:
+    pcm = question_pcm("My sister has a new car and she drives it to work every day.", 16_000)
+    whisper.begin()
+    heard = [whisper.feed(pcm[first : first + 2048]) for first in range(0, len(pcm), 2048)]
+    assert len(set(heard)) >= 3 and "sister" in heard[len(heard) // 2]
+    assert whisper.finish().endswith("every day.")
+
+
+def test_whisper_makes_no_words_of_noise(whisper: WhisperEars) -> None:
+    noise = np.random.default_rng(0).normal(0.0, 1.0, 32_000)
+    for level in (0.0, 0.01, 0.1):
+        whisper.begin()
+        whisper.feed(((noise * level).clip(-1, 1) * 32767).astype("<i2").tobytes())
+        assert whisper.finish() == ""
+
+
+def test_a_turn_beyond_one_window_is_heard_to_its_end(whisper: WhisperEars) -> None:
+    whisper.begin()
+    whisper._pcm += question_pcm("This is the first sentence of it.", 16_000) + bytes(29 * 32_000)
+    whisper._pcm += question_pcm("What is your name?", 16_000)
+    assert "your name" in whisper.finish().lower()
+
+
+def test_text_that_repeats_itself_is_noticed() -> None:
+    assert repeats("Tell me a joke. " * 20)
+    assert not repeats("No, no, no.") and not repeats("What is seven plus five?")

@@ -233,6 +233,24 @@ async def test_barge_in_stops_the_character_within_its_time(models: LocalModels)
         assert "Mira" in " ".join(piece.text for piece in pieces)
 
 
+async def test_who_pauses_in_the_middle_of_a_sentence_is_waited_for(models: LocalModels) -> None:
+    async with scene(models) as s:
+        s.agent._clock_s = lambda: 0.0  # a slow machine is no lost microphone
+        turns = s.agent._turns
+        s.agent.hear(SILENCE_16K * 300 + question_pcm("I like music because", 16_000))
+        s.agent.hear(SILENCE_16K * 320)
+        await s.until(lambda: s.transcripts("user", final=False))
+        async with asyncio.timeout(15):
+            while turns._end_silence_s == 0.5:
+                await asyncio.sleep(0.01)
+        s.agent.hear(SILENCE_16K * 200)  # 0.8 s with what comes before the next words
+        assert turns.in_turn
+        await s.speak("it is warm.", tail_ms=1600)
+        await s.until(lambda: s.transcripts("user"))
+        (heard,) = s.transcripts("user")
+        assert "because" in heard.lower() and len(heard.split()) > 4
+
+
 async def test_going_on_before_the_answer_was_heard_makes_one_turn(models: LocalModels) -> None:
     async with scene(models) as s:
         await s.speak("My name is Peter.", tail_ms=560)
@@ -310,6 +328,7 @@ async def test_a_microphone_that_falls_away_ends_the_turn(models: LocalModels) -
 
 async def test_a_turn_answered_late_waits_for_the_user_to_finish(models: LocalModels) -> None:
     async with scene(models) as s:
+        s.agent._clock_s = lambda: 0.0  # a slow machine is no lost microphone
         first = question_pcm("My name is Peter.", 16_000) + SILENCE_16K * 700
         second = question_pcm("What is your name?", 16_000) + SILENCE_16K * 700
         # As after a stall: the second turn has begun before the first has been recognised.

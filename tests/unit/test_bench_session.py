@@ -115,7 +115,7 @@ def test_it_measures_a_server_of_this_machine(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     (viewer,) = result["viewers"]
-    assert viewer["fps"] > 5 and viewer["backward"] == 0
+    assert viewer["fps"] > 0 and viewer["backward"] == 0
     assert abs(viewer["content_av_ms"]) < 30  # by the sender's clock: no load can move it
     assert result["server_cores_per_session"] > 0 and result["server_rss_mb_per_session"] > 50
     assert refused.returncode == 1 and "503" in refused.stderr

@@ -91,6 +91,12 @@ def test_later_files_and_overrides_win() -> None:
         ("delivery.playout_chunks=5", "delivery.playout_chunks"),
         ("session.max_duration_s=-1", "session.max_duration_s"),
         ("fleet.groups=0", "fleet.groups"),
+        ("fleet={gpus: 1, groups: 1}", "a group of 1 rank and a decoder needs 2 GPUs"),
+        ("fleet={gpus: 8, groups: 5}", "4 of 5 groups have room"),
+        ("fleet={gpus: 8, groups: 4, nvlink_gpus: 3}", "3 of 4 groups have room"),
+        ("fleet={engine: ray, gpus: 8}", "Ray deals out the GPUs"),
+        ("decoder.shared_by=0", "decoder.shared_by"),
+        ("server.queue_size=-1", "server.queue_size"),
         ("server.allowed_origins=everyone", "server.allowed_origins"),
         ("server.port", "expected a.b=value"),
         ("=1", "expected a.b=value"),
@@ -101,6 +107,31 @@ def test_a_mistake_names_its_field(override: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(overrides=[override])
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["agent.kind=external"], "its sound would go through Ray"),
+        (["decoder.shared_by=2"], "under fleet.engine=ray a group owns its GPUs"),
+    ],
+)
+def test_what_ray_cannot_carry_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(overrides=["fleet.engine=ray", *overrides])
+
+
+def test_a_shared_decoder_must_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"decoder\.shared_by needs"):
+        load_config(overrides=["decoder.shared_by=2", "optimizations.dedicated_decoder=false"])
+
+
+def test_the_groups_of_a_machine_fit_its_gpus() -> None:
+    wanted = ["engine.tensor_parallel=3", "fleet.groups=2"]
+    load_config(overrides=[*wanted, "fleet.gpus=8"])
+    load_config(overrides=[*wanted, "fleet.gpus=7", "decoder.shared_by=2"])
+    with pytest.raises(ConfigError, match="1 of 2 groups have room"):
+        load_config(overrides=[*wanted, "fleet.gpus=7"])
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

@@ -188,9 +188,9 @@ async def test_shutdown_is_acknowledged_and_leaves_nothing_running(open_group: O
     pid = child.pid
     assert pid is not None
     started_s = asyncio.get_running_loop().time()
-    await child.stop("test", timeout_s=10)
+    await child.stop("test", timeout_s=60)
     # Far below the timeout: the acknowledgement must not be lost when the child closes its socket.
-    assert asyncio.get_running_loop().time() - started_s < 5
+    assert asyncio.get_running_loop().time() - started_s < 30
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert group.exits.empty()
@@ -322,9 +322,9 @@ async def test_a_decoder_that_dies_is_reported_and_its_rank_still_stops(
     for index in range(3):
         await group.send_step("one", index)
     started_s = asyncio.get_running_loop().time()
-    await group.children["rank0"].stop("its decoder died", timeout_s=10)
+    await group.children["rank0"].stop("its decoder died", timeout_s=60)
     # The latents that nobody will read must not hold up the rank's exit.
-    assert asyncio.get_running_loop().time() - started_s < 5
+    assert asyncio.get_running_loop().time() - started_s < 30
     assert group.exits.empty()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import random
-import time
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ from starlette.routing import WebSocketRoute
 
 from characters_serve.config import Config, load_config
 from characters_serve.fleet import group as group_module
+from characters_serve.fleet import queue as queue_module
 from characters_serve.gateway import app as app_module
 from characters_serve.gateway import characters as characters_module
 from characters_serve.gateway import limits, service, sessions
@@ -258,7 +259,7 @@ async def test_a_session_ended_while_it_opens_is_closed_once_it_has(api: Api) ->
     assert await api.metric("characters_groups_lost_total") == 0
 
 
-# ---------------------------------------------------------------- full, and faults
+# ---------------------------------------------------------------- full
 
 
 async def test_one_of_eight_is_admitted_and_the_rest_are_told_when_to_come_back(api: Api) -> None:
@@ -271,6 +272,100 @@ async def test_one_of_eight_is_admitted_and_the_rest_are_told_when_to_come_back(
             problem(response, 503)
             assert int(response.headers["retry-after"]) >= 1
     assert await api.metric('characters_sessions_refused_total{why="full"}') == 7
+
+
+# ---------------------------------------------------------------- the queue
+
+
+@asynccontextmanager
+async def queueing(tmp_path: Path, *overrides: str) -> AsyncIterator[Api]:
+    async with serving(app_config(tmp_path, "server.queue_size=2", *overrides)) as api:
+        yield api
+
+
+async def test_who_finds_no_free_group_waits_for_a_turn(tmp_path: Path) -> None:
+    async with queueing(tmp_path) as api:
+        talking = await api.create()
+        first, second = await api.create(), await api.create()
+        assert [s["status"] for s in (first, second)] == ["queued"] * 2
+        assert [s["queue_position"] for s in (first, second)] == [1, 2]
+        full = await api.http.post("/v1/sessions", json={"character": "ada"})
+        assert problem(full, 503) and int(full.headers["retry-after"]) >= 1
+        assert "queue" in problem(await api.offer(first), 409)
+        poll = await api.http.get(f"/v1/sessions/{second['id']}", headers=secret_of(second))
+        assert poll.json()["queue_position"] == 2 and poll.headers["retry-after"] == "2"
+        assert await api.metric('characters_sessions{state="queued"}') == 2
+
+        await api.http.delete(f"/v1/sessions/{talking['id']}", headers=secret_of(talking))
+        ready = await api.reach(first, "ready")
+        assert "queue_position" not in ready
+        assert (await api.offer(first)).status_code == 201
+        assert (await api.status(second))["queue_position"] == 1
+        await api.http.delete(f"/v1/sessions/{first['id']}", headers=secret_of(first))
+        await api.reach(second, "ready")
+
+
+async def test_who_leaves_the_queue_gives_up_the_place(tmp_path: Path) -> None:
+    async with queueing(tmp_path) as api:
+        await api.create()
+        first, second = await api.create(), await api.create()
+        response = await api.http.delete(f"/v1/sessions/{first['id']}", headers=secret_of(first))
+        assert response.status_code == 204
+        assert (await api.status(first))["status"] == "ended"
+        assert (await api.status(second))["queue_position"] == 1
+        assert (await api.create())["queue_position"] == 2
+
+
+async def test_a_client_that_vanishes_from_the_queue_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "SILENCE_S", 0.2)
+    async with queueing(tmp_path) as api:
+        await api.create()
+        gone = await api.create()
+        await api.until(lambda: api.gateway.sessions.counts()["queued"] == 0)
+        assert "nobody asked" in (await api.status(gone))["reason"]
+        line = 'characters_sessions_ended_total{reason="left_queue",state="ended"}'
+        assert await api.metric(line) == 1
+
+
+async def test_waiting_has_an_end(tmp_path: Path) -> None:
+    async with queueing(tmp_path, "server.queue_timeout_s=0.1") as api:
+        await api.create()
+        waiting = await api.create()
+        assert "no character became free" in (await api.reach(waiting, "ended"))["reason"]
+
+
+async def test_a_group_that_dies_serves_the_queue_once_it_is_rebuilt(tmp_path: Path) -> None:
+    async with queueing(tmp_path) as api:
+        talking, waiting = await api.create(), await api.create()
+        await api.reach(talking, "ready")
+        await api.http.post(
+            f"/v1/sessions/{talking['id']}/say",
+            json={"text": "crash"},
+            headers=secret_of(talking),
+        )
+        await api.reach(talking, "failed")
+        await api.reach(waiting, "ready")
+
+
+async def test_a_server_that_leaves_empties_its_queue(tmp_path: Path) -> None:
+    async with queueing(tmp_path, "server.drain_s=0.1") as api:
+        await api.create()
+        waiting = await api.create()
+        await api.gateway.drain()
+        assert (await api.status(waiting))["reason"] == service.LEAVING
+
+
+async def test_the_queue_opens_while_the_groups_still_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_HOST_START", "hang")
+    async with serving(app_config(tmp_path, "server.queue_size=1"), wait=False) as api:
+        assert (await api.create())["queue_position"] == 1
+
+
+# ---------------------------------------------------------------- starting, and faults
 
 
 async def test_the_page_loads_while_no_group_is_ready(
@@ -482,6 +577,8 @@ async def test_candidates_are_accepted_and_an_ice_restart_is_not(api: Api) -> No
         assert response.status_code == status
     response = await api.http.patch(location, content="x", headers=secret_of(session))
     problem(response, 415, "Content-Type")
+    await api.http.delete(location, headers=headers)
+    problem(await api.http.patch(location, content="a=ice-ufrag:abcd\r\n", headers=headers), 410)
 
 
 @pytest.mark.parametrize(
@@ -535,18 +632,19 @@ async def test_pictures_do_not_queue_without_bound(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def slow(_data: bytes, width: int, height: int) -> bytes:
-        time.sleep(0.3)
+        assert answered.wait(15), "the event loop waits for an image"
         return bytes(width * height * 3)
 
+    answered = threading.Event()
     monkeypatch.setattr(service, "MAX_WAITING_IMAGES", 2)
     monkeypatch.setattr(service, "load_reference", slow)
-    uploads = (api.http.post("/v1/sessions", files={"image": picture()}) for _ in range(4))
-    started = time.monotonic()
-    live = asyncio.create_task(api.http.get("/healthz/live"))
-    responses = await asyncio.gather(*uploads)
-    assert (await live).status_code == 200
+    posts = (api.http.post("/v1/sessions", files={"image": picture()}) for _ in range(4))
+    uploads = asyncio.gather(*posts)
+    await asyncio.sleep(0.1)
+    assert (await api.http.get("/healthz/live")).status_code == 200
+    answered.set()
+    responses = await uploads
     assert sorted(r.status_code for r in responses) == [201, 503, 503, 503]
-    assert time.monotonic() - started < 2
     assert all("retry-after" in r.headers for r in responses if r.status_code == 503)
 
 

@@ -100,6 +100,7 @@ def test_an_ipv6_client_is_its_network() -> None:
         ("ready", 31 + HOST_SLACK_S, "nobody connected"),
         ("reconnecting", 21 + HOST_SLACK_S, "connection lost"),
         ("ending", 31 + HOST_SLACK_S, "draining"),
+        ("queued", 2000, None),
         ("live", 600, None),
         ("live", 901 + 30 + HOST_SLACK_S, "max_duration"),
     ],
@@ -107,6 +108,6 @@ def test_an_ipv6_client_is_its_network() -> None:
 def test_a_host_that_forgets_a_deadline_is_reminded(
     state: State, in_state_s: float, reason: str | None
 ) -> None:
-    session = Session("s", None, "Ada", 900.0, 0.0, Lease("g0", "s", 1), state)
+    session = Session("s", None, "Ada", 900.0, 0.0, state, lease=Lease("g0", "s", 1))
     session.reason = "draining" if state == "ending" else ""
     assert overdue(session, SessionConfig(), in_state_s) == reason

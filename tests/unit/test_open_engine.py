@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.config import ModelConfig, Optimizations, load_config
+from characters_serve.doctor import examine
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.generator import load_family, load_prompt
@@ -39,6 +42,7 @@ SMALL = ModelConfig.model_validate(
 )
 
 CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[2] / "configs"
 CHUNKS = 3
 
 
@@ -126,6 +130,20 @@ def test_a_prompt_that_is_none_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(WeightsError, match=says):
             load_prompt(with_text(file), CPU)
+
+
+def test_doctor_says_what_fits_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([CONFIGS / "live-avatar-14b.yaml"], ["model.weights=/somewhere"])
+    found = {finding.subject: finding for finding in examine(config)}
+    assert "33 GB of weights and 51 GB of cache" in found["model's memory"].words
+    assert not found["prompt"].good and not found["speech model"].good and not found["weights"].good
+    for size, fits in ((80, False), (141, True)):
+        memory = SimpleNamespace(total=size * 10**9, available=size * 10**9)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        verdict = {finding.subject: finding.good for finding in examine(config)}
+        assert torch.cuda.is_available() or verdict["model's memory"] == fits
+    embedded = {finding.subject for finding in examine(load_config())}
+    assert not embedded & {"model's memory", "prompt", "speech model"}
 
 
 @pytest.mark.parametrize("start", ["text", "image"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small umT5 with random weights, and a tokenizer of eight words."""
     folder = tmp_path_factory.mktemp("umt5")
     torch.manual_seed(0)
-    sizes = {"d_model": 24, "d_kv": 6, "num_heads": 4, "d_ff": 32, "num_layers": 2}
-    UMT5EncoderModel(UMT5Config(vocab_size=len(WORDS), **sizes)).save_pretrained(folder)
+    sizes = UMT5Config(
+        vocab_size=len(WORDS), d_model=24, d_kv=6, num_heads=4, d_ff=32, num_layers=2
+    )
+    UMT5EncoderModel(sizes).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+    tokenizer: Any = PreTrainedTokenizerFast
+    tokenizer(tokenizer_object=words, **special).save_pretrained(folder)
     return folder
 
 

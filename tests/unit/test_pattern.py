@@ -6,7 +6,7 @@ import av
 import numpy as np
 import pytest
 
-from characters_serve.config import AudioConfig, ModelConfig
+from characters_serve.config import AudioConfig, ModelConfig, PatternConfig
 from characters_serve.engine.pattern import (
     BEEP_SAMPLES,
     flash_is_on,
@@ -16,6 +16,7 @@ from characters_serve.engine.pattern import (
     pattern_voice,
     read_counter,
     read_flash,
+    step_ms,
 )
 from characters_serve.messages import StepInput
 
@@ -96,3 +97,11 @@ def test_beep_is_mixed_over_the_voice_without_wrapping() -> None:
     assert mixed[:BEEP_SAMPLES].max() == 32_767
     assert mixed[:BEEP_SAMPLES].min() >= 32_000 - 8000
     np.testing.assert_array_equal(mixed[BEEP_SAMPLES:], 32_000)
+
+
+def test_its_pace_is_that_of_the_engine_it_stands_for() -> None:
+    assert {step_ms(PatternConfig(), index) for index in range(100)} == {0.0}
+    pace = PatternConfig(step_ms=168, long_step_ms=263)
+    times_ms = [step_ms(pace, index) for index in range(84)]
+    assert [index for index, ms in enumerate(times_ms) if ms == 263] == [41, 83]
+    assert sorted(set(times_ms)) == [168, 263]

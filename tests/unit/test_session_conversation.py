@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from characters_serve.config import ModelConfig
 from characters_serve.messages import (
@@ -50,6 +52,12 @@ class Rig:
             "s", self.chunker, self.playout, events, self.counters, self.told.append, 0.0
         )
         self.packet = 0
+        self.packets: list[NDArray[np.int16]] = []
+        self.epochs: list[int] = []  # of each picture
+
+    @property
+    def sound(self) -> NDArray[np.int16]:
+        return np.concatenate(self.packets)
 
     @property
     def now_s(self) -> float:
@@ -62,7 +70,7 @@ class Rig:
                 self.playout.step_sent(
                     self.now_s, speaking=step.utterance_id != 0 and not step.last
                 )
-                frames = [b"x"] * 4
+                frames = [str(step.epoch).encode()] * 4
                 self.playout.push(
                     VideoChunk(
                         "s",
@@ -81,7 +89,11 @@ class Rig:
                 )
             if self.playout.can_start:
                 self.playout.start(self.packet * 24 // 50 + 1)
-            self.playout.packet(self.packet)
+            self.packets.append(self.playout.packet(self.packet))
+            slot = self.packet * 24 // 50
+            if len(self.epochs) <= slot:
+                shown = self.playout.picture(slot)
+                self.epochs.append(int(shown) if shown else 0)
             self.packet += 1
             self.talk.follow(self.now_s)
 
@@ -141,6 +153,84 @@ def test_barge_in_tells_everybody_where_the_voice_was() -> None:
     ]
 
 
+def begin_nothing(rig: Rig) -> None:
+    """The utterance is queued; no step has carried it."""
+    rig.speak(1, 5.0)
+
+
+def begin_a_word(rig: Rig) -> None:
+    rig.speak(1, 5.0)
+    rig.run(0.9)
+
+
+def begin_the_end(rig: Rig) -> None:
+    """All of it is in the playout."""
+    rig.speak(1, 1.0)
+    rig.run(1.1)
+    assert rig.playout.utterance_id == 1 and not rig.chunker.speaking
+
+
+def begin_two(rig: Rig) -> None:
+    rig.speak(1, 5.0)
+    rig.speak(2, 5.0)
+    rig.run(0.9)
+
+
+def by_speech(rig: Rig) -> None:
+    rig.talk.agent(UserSpeech("s", True, True), rig.now_s)
+
+
+def by_button(rig: Rig) -> None:
+    rig.talk.interrupt(rig.now_s)
+
+
+def by_agent(rig: Rig) -> None:
+    rig.talk.agent(AgentClear("s"), rig.now_s)
+
+
+def twice(rig: Rig) -> None:
+    """Within 10 ms: no packet lies between."""
+    by_button(rig)
+    by_speech(rig)
+
+
+@pytest.mark.parametrize("interrupt", [by_speech, by_button, by_agent, twice])
+@pytest.mark.parametrize("begin", [begin_nothing, begin_a_word, begin_the_end, begin_two])
+def test_an_interruption_at_any_moment(
+    begin: Callable[[Rig], None], interrupt: Callable[[Rig], None]
+) -> None:
+    rig = Rig()
+    rig.run(0.4)
+    begin(rig)
+    spoken = rig.chunker.latest_utterance_id
+    handed_out, shown, heard = len(rig.sound), len(rig.epochs), rig.playout.utterance_id
+    position_ms = rig.playout.position_ms if heard else 0.0
+    interrupt(rig)
+    epoch = rig.chunker.epoch
+    rig.speak(spoken, 1.0, "what was still on its way")
+    rig.run(0.6)
+    # A packet that fades; then silence, whatever was buffered, queued or on its way.
+    assert np.abs(rig.sound[handed_out + 480 :]).max() <= 3  # the resampler rings at the cut
+    assert np.abs(np.diff(rig.sound[max(0, handed_out - 960) :].astype(np.int32))).max() < 100
+    # The picture goes on; two chunks after the one on screen it is that of somebody who listens.
+    assert sum(each < epoch for each in rig.epochs[shown:]) < 4 + 8
+    assert rig.playout.held_slots == 0
+    rig.speak(spoken + 1, 1.0, "Yes?")
+    rig.run(1.6)
+    assert np.count_nonzero(np.abs(rig.sound[handed_out + 480 :]) > 3000) == pytest.approx(
+        48_000, abs=200
+    )
+    ends = [m for m in rig.told if isinstance(m, Playback) and m.event != "started"]
+    assert [m.utterance_id for m in ends] == [*range(1, spoken + 1), spoken + 1]
+    assert [m.event for m in ends] == ["interrupted"] * spoken + ["finished"]
+    assert ends[0].played_ms == pytest.approx(position_ms)
+    assert {m.played_ms for m in ends[1:spoken]} <= {0.0}
+    starts = [number for kind, number in rig.reports() if kind == "started"]
+    assert starts == ([heard] if heard else []) + [spoken + 1]
+    stops = [event["data"]["interrupted"] for event in rig.events("bot-stopped-speaking")]
+    assert stops == ([True] if heard else []) + [False]
+
+
 def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> None:
     rig = Rig()
     rig.run(1)
@@ -163,9 +253,31 @@ def test_a_turn_is_measured_from_the_real_end_of_speech_to_the_first_sound() -> 
     assert data["turn"]["first_audio"] == 600.0 and data["turn"]["voice"] > 600
     assert data["turn"]["queued"] == pytest.approx(600, abs=1)
     assert data["turn"]["step"] == pytest.approx(650, abs=1)
+    voice_ms = data["turn"]["voice"]
+    for ago_s in (0.02, 0.0):  # only the first report counts
+        rig.talk.heard(rig.now_s - ago_s, rig.now_s)
+    (heard,) = [e["data"]["turn"] for e in rig.events("metrics") if "heard" in e["data"]["turn"]]
+    assert heard == {**data["turn"], "heard": heard["heard"]} and heard["heard"] > voice_ms
+    assert rig.counters.take().observations["turn_stage_ms_heard"] == [heard["heard"]]
     rig.speak(2, 1.0)
     rig.run(1)
-    assert "turn_latency_ms" not in rig.counters.take().observations
+    rig.talk.heard(rig.now_s, rig.now_s)
+    assert (
+        rig.counters.take().observations.keys() & {"turn_latency_ms", "turn_stage_ms_heard"}
+        == set()
+    )
+
+
+def test_what_is_heard_of_another_turn_is_not_measured() -> None:
+    rig = Rig()
+    rig.run(1)
+    for speaking in (True, False):
+        rig.talk.agent(UserSpeech("s", speaking, False), rig.now_s)
+    rig.speak(1, 1.0)
+    rig.run(1)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)  # has gone on before it was told
+    rig.talk.heard(rig.now_s, rig.now_s)
+    assert "turn_stage_ms_heard" not in rig.counters.take().observations
 
 
 def test_the_clients_wishes_reach_the_agent() -> None:

@@ -16,8 +16,10 @@ from characters_serve.session.events import (
     ClientText,
     EventsChannel,
     MessageLimit,
+    ProbeHeard,
+    ProbePing,
     parse_client_message,
-    parse_ping,
+    parse_probe,
     pong,
 )
 
@@ -62,13 +64,14 @@ def test_everything_else_is_refused_with_words(raw: object) -> None:
 
 @given(st.one_of(st.text(), st.binary(), st.recursive(st.none(), st.lists).map(json.dumps)))
 def test_garbage_never_gets_through(raw: object) -> None:
-    for parse in (parse_client_message, parse_ping):
+    for parse in (parse_client_message, parse_probe):
         with pytest.raises(BadMessage):
             parse(raw)
 
 
 def test_pings_are_answered_with_their_own_numbers() -> None:
-    ping = parse_ping('{"t": "ping", "id": 3, "c": 12.5}')
+    ping = parse_probe('{"t": "ping", "id": 3, "c": 12.5}')
+    assert isinstance(ping, ProbePing)
     assert json.loads(pong(ping, 1.0, 2.0)) == {
         "t": "pong",
         "id": 3,
@@ -88,11 +91,19 @@ def test_pings_are_answered_with_their_own_numbers() -> None:
         '{"t": "ping", "id": 3, "c": NaN}',
         '{"t": "ping", "id": 3, "c": 1e300}',
         '{"t": "ping", "id": 3, "c": "1"}',
+        '{"t": "heard"}',
+        '{"t": "heard", "ago_ms": -1}',
+        '{"t": "heard", "ago_ms": NaN}',
+        '{"t": "heard", "ago_ms": 60000}',
     ],
 )
-def test_bad_pings_are_refused(raw: str) -> None:
+def test_bad_probes_are_refused(raw: str) -> None:
     with pytest.raises(BadMessage):
-        parse_ping(raw)
+        parse_probe(raw)
+
+
+def test_what_was_heard_is_read() -> None:
+    assert parse_probe('{"t": "heard", "ago_ms": 12.5}') == ProbeHeard(12.5)
 
 
 def test_fifty_messages_a_second() -> None:

@@ -8,14 +8,16 @@ import logging
 import random
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pylibsrtp
 import pytest
 
-from characters_serve.session.events import MAX_MESSAGE_BYTES
-from tests.unit.session_rig import until
+from characters_serve.session import peer
+from characters_serve.session.events import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_S
+from tests.unit.session_rig import HandClock, until
 from tests.unit.test_session_loopback import Loop, running
 
 DATAGRAMS = 3000
@@ -108,15 +110,19 @@ async def test_malformed_packets_of_the_client_itself_change_nothing(
     assert complaints(caplog) == []
 
 
-async def test_floods_of_messages_are_cut_and_the_channel_stays_open() -> None:
+async def test_floods_of_messages_are_cut_and_the_channel_stays_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as loop:
         await until(lambda: len(loop.channels) == 2, 20)
+        clock = HandClock(time.monotonic() + 60)
+        monkeypatch.setattr(peer, "time", clock)
         for _ in range(30):
             loop.browser.channel.send("x" * (MAX_MESSAGE_BYTES + 1))
         for number in range(500):
             loop.browser.channel.send(f"flood {number}")
-        await until(lambda: loop.peer.messages_refused > 300)
-        await asyncio.sleep(1.1)
+        await until(lambda: loop.peer.messages_refused == 530 - MAX_MESSAGES_PER_S)
+        clock.now_s += 1.1
         await goes_on(loop)
 
 

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+from aiortc import RTCPeerConnection
 from aiortc.rtp import RTCP_PSFB_PLI, RtcpPacket, RtcpPsfbPacket, RtcpSrPacket, RtpPacket, is_rtcp
 
 from characters_serve.config import DeliveryConfig, ModelConfig
 from characters_serve.engine.pattern import pattern_chunk, read_counter
 from characters_serve.messages import StepInput
+from characters_serve.session import peer, rtcp_clock, tracks
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
-from characters_serve.session.encoders import VIDEO_CLOCK
+from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder
+from characters_serve.session.events import MAX_MESSAGES_PER_S
+from characters_serve.session.microphone import Microphone
 from characters_serve.session.offer import check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
+from characters_serve.session.rtcp_clock import MediaSender
 from characters_serve.session.tracks import Delivery
-from tests.unit.session_rig import Browser, until
+from tests.unit.session_rig import Browser, HandClock, until
 
 MODEL = ModelConfig(width=192, height=128)
 
@@ -32,7 +38,8 @@ class Loop:
     """A server peer and a browser peer, connected; every packet that leaves the server is kept."""
 
     codec: Literal["vp8", "h264"] = "vp8"
-    chunk_delay_s: Callable[[int], float] = lambda index: 0.0
+    udp_ports: tuple[int, int] | None = None
+    public_address: str | None = None
     wire: list[bytes] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     heard: list[bytes] = field(default_factory=list)
@@ -46,13 +53,19 @@ class Loop:
             voice_samples_per_chunk=MODEL.voice_samples_per_chunk,
             target_chunks=2,
         )
+        self.engine_may_go = asyncio.Event()
+        self.engine_may_go.set()
         self.wanted = asyncio.Event()
         self.wanted.set()
         self.delivery = Delivery(
             self.clock, self.playout, MODEL.width, MODEL.height, self.wanted.set
         )
         self.peer = Peer(
-            DeliveryConfig(video_codec=self.codec),
+            DeliveryConfig(
+                video_codec=self.codec,
+                udp_ports=self.udp_ports,
+                public_address=self.public_address,
+            ),
             self.delivery,
             PeerCallbacks(
                 on_connected=self.connected.set,
@@ -75,7 +88,7 @@ class Loop:
             self.wanted.clear()
             while self.playout.credits() > 0:
                 self.playout.step_sent(time.monotonic(), speaking=False)
-                await asyncio.sleep(self.chunk_delay_s(index))
+                await self.engine_may_go.wait()
                 silence = bytes(2 * MODEL.voice_samples_per_chunk)
                 step = StepInput("s", 0, index, b"", silence, b"", 0, 0.0, False, 4)
                 self.playout.push(pattern_chunk(MODEL, step), time.monotonic())
@@ -164,11 +177,12 @@ async def test_a_late_video_frame_does_not_move_its_report() -> None:
 
 async def test_pictures_arrive_in_order_and_at_24_fps() -> None:
     async with running() as loop:
-        await until(lambda: len(loop.browser.pictures) > 5)
-        start_s, first = time.monotonic(), len(loop.browser.pictures)
-        await asyncio.sleep(3)
-        rate = (len(loop.browser.pictures) - first) / (time.monotonic() - start_s)
-        assert 22.5 < rate < 25.5
+        await until(lambda: len(loop.browser.pictures) > 75, 30)
+        # Every slot of the media clock has its picture, but for those that this machine, where it
+        # was too busy for 24 a second, is known to have skipped.
+        stamps = sorted({p.timestamp for p in loop.packets("video")})
+        slots = (stamps[-1] - stamps[0]) // 3750 + 1
+        assert 0 <= slots - len(stamps) <= loop.delivery.slots_skipped
         numbers = [
             read_counter(p.to_ndarray(format="gray").astype(np.uint8))
             for p in loop.browser.pictures
@@ -181,30 +195,35 @@ async def test_pictures_arrive_in_order_and_at_24_fps() -> None:
 
 
 async def test_a_late_chunk_stops_neither_clock() -> None:
-    async with running(chunk_delay_s=lambda index: 0.9 if index == 8 else 0.0) as loop:
-        await until(lambda: loop.playout.underruns == 1, 15)
-        await until(lambda: loop.playout.held_s == 0 and loop.playout.underruns == 1)
-        await asyncio.sleep(0.5)
+    async with running() as loop:
+        await until(lambda: len(loop.browser.pictures) > 5)
+        loop.engine_may_go.clear()
+        await until(lambda: loop.playout.held_s > 0)
+        pictures, packets = len(loop.packets("video")), len(loop.packets("audio"))
+        await until(lambda: len(loop.packets("video")) >= pictures + 12)
+        await until(lambda: len(loop.packets("audio")) >= packets + 25)
+        assert loop.playout.held_s > 0
+        shown = len(loop.browser.pictures)
+        loop.engine_may_go.set()
+        await until(lambda: loop.playout.held_s == 0)
+        await until(lambda: len(loop.browser.pictures) > shown + 5)
         for kind, step in (("video", 3750), ("audio", 960)):
-            stamps = [p.timestamp for p in loop.packets(kind)]
-            ticks = np.diff(stamps) % 2**32
-            ticks = ticks[ticks > 0]
-            # A busy machine may cost a slot or two; a clock that stops costs 20 at once.
-            assert not (ticks % step).any() and (ticks > step).sum() <= 2
-            assert np.sort(ticks)[-3] == step
-        assert 8 <= loop.playout.held_slots <= 24
+            ticks = np.diff([p.timestamp for p in loop.packets(kind)]) % 2**32
+            assert not (ticks % step).any()
 
 
-async def test_microphone_channels_and_a_closing_client() -> None:
+async def test_microphone_channels_and_a_closing_client(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as loop:
         await until(lambda: len(loop.channels) == 2 and len(loop.heard) > 20)
         assert {len(piece) for piece in loop.heard} == {640}
+        # The flood is of one moment, however long it takes to arrive.
+        monkeypatch.setattr(peer, "time", HandClock(time.monotonic() + 60))
         loop.browser.channel.send("hello")
         await until(lambda: ("events", "hello") in loop.messages)
         for number in range(200):
             loop.browser.channel.send(f"flood {number}")
-        await until(lambda: loop.peer.messages_refused > 100)
-        assert len(loop.messages) <= 101
+        await until(lambda: loop.peer.messages_refused == 151)
+        assert len(loop.messages) == MAX_MESSAGES_PER_S
         await loop.browser.close()
         await until(lambda: bool(loop.lost))
         assert loop.lost == ["the connection closed"]
@@ -231,7 +250,9 @@ async def test_a_client_that_was_not_ready_gets_another_keyframe() -> None:
     await loop.browser.close()
 
 
-async def test_keyframe_requests_are_answered_once_a_second() -> None:
+async def test_keyframe_requests_are_answered_once_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running() as loop:
         await until(lambda: len(loop.browser.pictures) > 2)
         sender: Any = next(s for s in loop.peer._pc.getSenders() if s.kind == "video")
@@ -243,40 +264,61 @@ async def test_keyframe_requests_are_answered_once_a_second() -> None:
             return encode(work, *arguments)
 
         sender.executor.submit = watch
-        for _ in range(30):
-            await sender._handle_rtcp_packet(
-                RtcpPsfbPacket(fmt=RTCP_PSFB_PLI, ssrc=1, media_ssrc=sender._ssrc)
-            )
-            await asyncio.sleep(0.05)
-        assert 1 <= sum(encoded) <= 3
+        clock = HandClock(time.monotonic() + 60)
+        monkeypatch.setattr(rtcp_clock, "time", clock)
+        for second in range(3):
+            pictures = len(encoded)
+            while len(encoded) < pictures + 8:
+                await sender._handle_rtcp_packet(
+                    RtcpPsfbPacket(fmt=RTCP_PSFB_PLI, ssrc=1, media_ssrc=sender._ssrc)
+                )
+                await asyncio.sleep(0.02)
+            assert sum(encoded) == second + 1
+            clock.now_s += 1.0
 
 
-async def test_a_slow_encoder_gets_the_picture_of_now() -> None:
+async def test_a_slow_encoder_gets_the_picture_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
+    clock = HandClock(loop.clock.video_due_s(100))
+    monkeypatch.setattr(tracks, "time", clock)
     engine = asyncio.create_task(loop.engine())
     video, audio = loop.delivery.video, loop.delivery.audio
     first, _ = await asyncio.gather(video.recv(), audio.recv())
-    await asyncio.sleep(0.3)
-    began_s = time.monotonic()
-    second = await video.recv()
-    assert time.monotonic() - began_s < 0.05
-    assert first.pts is not None and second.pts is not None
-    slot, remainder = divmod(second.pts, 3750)
-    assert remainder == 0 and abs(loop.clock.video_due_s(slot) - began_s) < 0.05
-    assert loop.delivery.slots_skipped >= 5
+    assert first.pts == 101 * 3750
+    clock.now_s = loop.clock.video_due_s(110)
+    assert (await video.recv()).pts == 110 * 3750
+    assert loop.delivery.slots_skipped == 8
     packet = await audio.recv()
-    assert packet.pts is not None and loop.delivery.stalls == 1
-    assert abs(loop.clock.audio_due_s(packet.pts // 960) - time.monotonic()) < 0.05
+    assert packet.pts == loop.clock.packet_at(clock.now_s) * 960
+    assert loop.delivery.stalls == 1
     engine.cancel()
     await loop.peer.close()
     await loop.browser.close()
+
+
+async def test_a_closed_connection_leaves_no_object() -> None:
+    kinds = (Peer, Delivery, Playout, MediaSender, VideoEncoder, RTCPeerConnection, Microphone)
+
+    def alive() -> list[object]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) in kinds]
+
+    async def come_and_go() -> None:
+        async with running() as loop:
+            await until(lambda: len(loop.browser.pictures) > 2 and len(loop.heard) > 2)
+            assert len(alive()) >= before + 5
+
+    before = len(alive())
+    await come_and_go()
+    await asyncio.sleep(0.05)
+    assert len(alive()) == before
 
 
 async def test_a_client_that_never_comes_is_given_up() -> None:
     loop = Loop()
     peer = Peer(DeliveryConfig(ice_timeout_s=0.3), loop.delivery, loop.peer._calls)
     await peer.answer(check_offer(await loop.browser.offer()))
-    await until(lambda: bool(loop.lost), 3)
+    await until(lambda: bool(loop.lost))
     assert "no connection" in loop.lost[0]
     await peer.close()
     await loop.peer.close()

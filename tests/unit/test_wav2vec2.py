@@ -88,7 +88,8 @@ def test_more_to_hear_comes_nearer_to_the_whole_recording() -> None:
 
     def heard(past: int, future: int) -> Tensor:
         window = recording[:, (at - past) * 640 : (at + 12 + future) * 640]
-        return SpeechFeatures(network, windowed(past, future))(window)
+        found: Tensor = SpeechFeatures(network, windowed(past, future))(window)
+        return found
 
     whole = heard(at, end - at - 12)
 

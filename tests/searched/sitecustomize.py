@@ -1,0 +1,84 @@
+"""In: SIGUSR1. Out: which secrets are held by anything that this process can still reach.
+
+Every Python process whose PYTHONPATH names this folder loads it. SECRETS_FILE holds one secret a
+line, in hex; the answer is written beside it, one file for each process. The search runs in a fork,
+so that the process itself goes on. Memory that is free, and what only C libraries hold, is not
+seen.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SHORTEST = 8
+
+
+def holders(skipped: FrameType | None) -> list[Any]:
+    """Every object that may refer to data, and the variables of every running function."""
+    gc.collect()
+    found: list[Any] = gc.get_objects()
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame is not skipped:
+                found.append(list(frame.f_locals.values()))
+            frame = frame.f_back
+    return found
+
+
+def found_in(value: Any, secrets: list[bytes], words: list[str]) -> set[int]:
+    """The numbers of the secrets that a string, buffer, array or tensor contains."""
+    kind = type(value)
+    if kind is str:
+        if len(value) < SHORTEST:
+            return set()
+        return {number for number, word in enumerate(words) if word in value}
+    if kind is bytes or kind is bytearray:
+        data = value
+    elif kind.__name__ == "ndarray" and not value.dtype.hasobject:
+        data = value.tobytes()
+    elif kind.__name__ in ("Tensor", "Parameter") and kind.__module__.startswith("torch"):
+        import torch
+
+        flat = value.detach().cpu().contiguous().flatten()
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    else:
+        return set()
+    if len(data) < SHORTEST:
+        return set()
+    return {number for number, secret in enumerate(secrets) if secret in data}
+
+
+def search(_number: int, frame: FrameType | None) -> None:
+    pid = os.getpid()
+    held = holders(sys._getframe())
+    if os.fork():
+        return
+    path = Path(os.environ["SECRETS_FILE"])
+    lines = path.read_text().split()
+    secrets = [bytes.fromhex(line) for line in lines]
+    words = [secret.decode("latin-1") for secret in secrets]
+    mine = {id(each) for each in (held, lines, secrets, words)}
+    seen: set[int] = set()
+    found: set[int] = set()
+    for holder in held:
+        if id(holder) in mine:
+            continue
+        for value in (holder, *gc.get_referents(holder)):
+            if id(value) not in seen:
+                seen.add(id(value))
+                found |= found_in(value, secrets, words)
+    unfinished = path.with_suffix(f".{pid}-unfinished")
+    unfinished.write_text("\n".join(lines[number] for number in found))
+    unfinished.rename(path.with_suffix(f".{pid}"))
+    os._exit(0)
+
+
+if "SECRETS_FILE" in os.environ:
+    signal.signal(signal.SIGUSR1, search)
