@@ -186,6 +186,48 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
     return 0 if all(finding.good for finding in findings) else EXIT_FAILED
 
 
+def convert(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.model.open.convert import convert as convert_checkpoint
+    from characters_serve.model.weights import WeightsError
+
+    if config.model.family != options.family:
+        raise ConfigError(
+            f"model.family: the configuration is of {config.model.family}, not {options.family}; "
+            "name the model's file with --config"
+        )
+    try:
+        convert_checkpoint(
+            config.model,
+            options.source,
+            options.destination,
+            lora=options.lora,
+            lora_alpha=options.lora_alpha,
+            vae=options.vae,
+        )
+    except (OSError, WeightsError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    print(f"--set model.weights={options.destination}")
+    return 0
+
+
+def embed_text(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.engine.device import choose_device
+    from characters_serve.model.open import text
+
+    if config.model.wan is None:
+        raise ConfigError("model.wan: the configuration's model takes no text; see --config")
+    try:
+        device, dtype = choose_device(config.engine)
+        rows = text.embed_text(
+            options.encoder, options.prompt, config.model.wan, device=device, dtype=dtype
+        )
+        text.save_text(rows, options.out)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    print(f"--set model.wan.text_embedding={options.out}")
+    return 0
+
+
 def bench(_config: Config, options: argparse.Namespace) -> int:
     if options.what == "turns":
         from characters_serve.bench import turns
@@ -225,6 +267,27 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, required=True, help="the MP4 to write")
     command.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
     command.set_defaults(command=render)
+
+    command = commands.add_parser(
+        "convert", parents=[common], help="published weights of an open model to a folder of ours"
+    )
+    command.add_argument("--family", choices=["live_avatar", "causal_wan"], required=True)
+    command.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
+    command.add_argument(
+        "--lora-alpha", type=float, default=64.0, help="LiveAvatar: 64, LongLive: 256"
+    )
+    command.add_argument("--vae", type=Path, metavar="FILE", help="of model.decoder, as published")
+    command.add_argument("source", type=Path, help="the checkpoint: a file, or its folder")
+    command.add_argument("destination", type=Path, help="the folder to write")
+    command.set_defaults(command=convert)
+
+    command = commands.add_parser(
+        "embed-text", parents=[common], help="a prompt to the file that an open model reads"
+    )
+    command.add_argument("--prompt", required=True)
+    command.add_argument("encoder", type=Path, help="the folder of umt5-xxl")
+    command.add_argument("out", type=Path, help="the safetensors file to write")
+    command.set_defaults(command=embed_text)
 
     command = commands.add_parser(
         "simulate", parents=[common], help="a day's traffic on a fleet: who waits, what it costs"

@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from pathlib import Path
@@ -21,6 +22,17 @@ from characters_serve.model.shard import deal
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+
+
+Decoder = Literal["reference_warp", "wan22", "wan21", "taehv", "taehv_super"]
+# (stride, channels) of the latents that each public video decoder reads.
+_WAN21_LATENTS, _WAN22_LATENTS = (8, 16), (16, 48)
+_DECODED_LATENTS: dict[Decoder, tuple[tuple[int, int], ...]] = {
+    "wan21": (_WAN21_LATENTS,),
+    "wan22": (_WAN22_LATENTS,),
+    "taehv": (_WAN21_LATENTS, _WAN22_LATENTS),
+    "taehv_super": (_WAN22_LATENTS,),
+}
 
 
 class Frozen(BaseModel):
@@ -41,25 +53,62 @@ class AudioConfig(Frozen):
     future_frames: int = Field(4, ge=0)
 
 
+class WanConfig(Frozen):
+    """What the models of the Wan line add to the common geometry."""
+
+    freq_dim: Positive = Field(256, description="sines and cosines of the noise level")
+    text_dim: Positive = 4096
+    text_len: Positive = Field(512, description="rows that shorter prompts are filled up to")
+    text_embedding: str | None = Field(None, description="safetensors file with `text` (n, dim)")
+
+
+class LiveAvatarConfig(Frozen):
+    """Audio and the conditions of a LiveAvatar (Wan2.2-S2V) model."""
+
+    wav2vec2: str | None = Field(None, description="folder of the speech model")
+    audio_layers: Positive = Field(25, description="hidden states of the speech model, all mixed")
+    audio_dim: Positive = 1024
+    audio_tokens: Positive = Field(4, description="per latent; one learned token is added")
+    audio_after_blocks: tuple[int, ...] = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)
+    motion_latents: tuple[int, int, int] = Field((1, 2, 16), description="packed at 1x, 2x, 4x")
+    reference_distance: Positive = Field(30, description="latents from the chunk's first")
+
+
+class CausalWanConfig(Frozen):
+    """What a causal Wan model remembers, in latents; the sink is the stream's own beginning."""
+
+    start: Literal["text", "image"] = Field(
+        "text", description="image: the reference is the first latent, where a checkpoint allows it"
+    )
+    window_latents: Positive = Field(description="in the cache: sink and current chunk included")
+    sink_latents: int = Field(0, ge=0, description="the first ones, which are never dropped")
+    sink_distance: Literal["growing", "constant"] = Field(
+        "growing", description="constant: the sink keeps its place in the window"
+    )
+
+
 class ModelConfig(Frozen):
     """Geometry of one character model; every hop takes sizes, rates and counts from here."""
 
+    family: Literal["characters", "live_avatar", "causal_wan"] = "characters"
     name: str = "tiny"
     weights: str = Field("builtin", description="builtin, synthetic, or a safetensors folder")
-    decoder: Literal["reference_warp"] = "reference_warp"
+    decoder: Decoder = "reference_warp"
+    decoder_dim: int = Field(0, ge=0, description="its channels at full resolution; 0: published")
 
     width: Positive = 384
     height: Positive = 256
     fps: Positive = 24
     frames_per_chunk: Positive = 4
+    latents_per_chunk: Positive = 1
     latent_stride: Positive = 32
     patch: Positive = 1
     latent_channels: Positive = 64
 
     audio: AudioConfig = AudioConfig()
-    audio_tokens: Positive = 4
+    audio_tokens: int = Field(4, ge=0)
     num_controls: Positive = 7
-    control_tokens: Positive = 1
+    control_tokens: int = Field(1, ge=0)
     reference_stride: Positive = Field(32, description="pixels of the reference per identity token")
     prompt_slots: int = Field(0, ge=0)
     prompt_dim: int = Field(0, ge=0)
@@ -74,9 +123,15 @@ class ModelConfig(Frozen):
     rope_theta: tuple[float, float, float] = (1000.0, 50.0, 50.0)
 
     noise_levels: tuple[float, ...] = Field((1.0, 0.75, 0.5, 0.25), description="one pass for each")
-    cache_policy: Literal["last_pass", "per_pass"] = "last_pass"
+    first_noise_levels: tuple[float, ...] = Field((), description="of the first chunk, if others")
+    redraw_noise: bool = Field(False, description="new noise for each pass, not the chunk's own")
+    cache_policy: Literal["last_pass", "per_pass", "clean_pass"] = "last_pass"
     window_chunks: Positive = Field(5, description="chunks in the cache, the current one included")
     position_reset_steps: Positive = 42
+
+    wan: WanConfig | None = None
+    live_avatar: LiveAvatarConfig | None = None
+    causal_wan: CausalWanConfig | None = None
 
     @property
     def token_stride(self) -> int:
@@ -92,7 +147,7 @@ class ModelConfig(Frozen):
 
     @property
     def video_tokens(self) -> int:
-        return self.grid_rows * self.grid_columns
+        return self.latents_per_chunk * self.grid_rows * self.grid_columns
 
     @property
     def tokens_per_chunk(self) -> int:
@@ -115,8 +170,20 @@ class ModelConfig(Frozen):
         return self.reference_rows * self.reference_columns
 
     @property
+    def motion_grids(self) -> tuple[tuple[int, int, int], ...]:
+        """Tokens of the packed motion latents, (times, rows, columns) at 1x, 2x and 4x: a token
+        covers 1, 2, 4 latents in time and 2, 4, 8 in each direction; what is left over is cut."""
+        if self.live_avatar is None:
+            return ()
+        rows, columns = self.height // self.latent_stride, self.width // self.latent_stride
+        return tuple(
+            (latents // pack, rows // (2 * pack), columns // (2 * pack))
+            for latents, pack in zip(self.live_avatar.motion_latents, (1, 2, 4), strict=True)
+        )
+
+    @property
     def prefix_slots(self) -> int:
-        return self.reference_tokens + self.prompt_slots
+        return self.reference_tokens + self.prompt_slots + sum(map(math.prod, self.motion_grids))
 
     @property
     def cache_slots(self) -> int:
@@ -167,9 +234,69 @@ class ModelConfig(Frozen):
             raise ValueError("noise_levels must fall from pass to pass")
         if levels[-1] <= 0 or levels[0] > 1:
             raise ValueError("noise_levels must lie in (0, 1]")
+        latents = _DECODED_LATENTS.get(self.decoder)
+        if latents and (self.latent_stride, self.latent_channels) not in latents:
+            known = " or ".join(f"{stride} and {channels}" for stride, channels in latents)
+            raise ValueError(
+                f"decoder {self.decoder} reads latents of latent_stride and latent_channels {known}"
+            )
+        if latents and self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError(f"decoder {self.decoder} makes 4 frames of each latent")
         if (self.prompt_slots == 0) != (self.prompt_dim == 0):
             raise ValueError("prompt_slots and prompt_dim are given together")
         return self
+
+    @model_validator(mode="after")
+    def _family_has_its_parts(self) -> ModelConfig:
+        if self.family == "characters":
+            if self.wan or self.live_avatar or self.causal_wan:
+                raise ValueError("wan, live_avatar, causal_wan are settings of other families")
+            return self
+        if self.family == "causal_wan":
+            self._check_causal_wan()
+            return self
+        if self.wan is None or self.live_avatar is None:
+            raise ValueError(f"family {self.family} needs wan and live_avatar")
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError(
+                "audio_tokens, control_tokens and prompt_slots must be 0: voice and text are "
+                "cross-attended to, and take no slots"
+            )
+        if self.patch != 2 or self.reference_stride != self.token_stride:
+            raise ValueError("patch must be 2, and reference_stride one token's pixels")
+        if self.cache_policy != "per_pass":
+            raise ValueError(f"family {self.family} needs cache_policy per_pass")
+        if self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("a latent holds four frames: frames_per_chunk does not fit")
+        if (
+            self.audio.hop * self.fps != self.audio.sample_rate
+            or self.audio.n_fft != self.audio.hop
+        ):
+            raise ValueError("audio.hop and audio.n_fft must be one video frame's samples")
+        after = self.live_avatar.audio_after_blocks
+        if list(after) != sorted(set(after)) or not all(0 <= i < self.num_blocks for i in after):
+            raise ValueError("live_avatar.audio_after_blocks must rise and name blocks")
+        return self
+
+    def _check_causal_wan(self) -> None:
+        own = self.causal_wan
+        if self.wan is None or own is None or self.live_avatar is not None:
+            raise ValueError("family causal_wan needs wan and causal_wan alone")
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError("audio_tokens, control_tokens and prompt_slots must be 0")
+        if self.patch != 2 or self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("patch must be 2, and frames_per_chunk 4 x latents_per_chunk")
+        if self.cache_policy != "clean_pass" or not self.redraw_noise:
+            raise ValueError("family causal_wan needs cache_policy clean_pass and redraw_noise")
+        if self.latents_per_chunk > own.window_latents - own.sink_latents:
+            raise ValueError(
+                f"a chunk of {self.latents_per_chunk} latents does not fit into causal_wan's "
+                f"window_latents less sink_latents"
+            )
 
 
 class Optimizations(Frozen):
@@ -434,6 +561,8 @@ class Config(Frozen):
                 f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
                 "begins at the first noise level and is remembered at the last"
             )
+        if self.model.family != "characters":
+            self._check_open_family()
         try:
             deal(self.model, self.engine.tensor_parallel)
         except ValueError as error:
@@ -441,6 +570,25 @@ class Config(Frozen):
         if self.optimizations.cuda_graphs and self.engine.device != "cuda":
             raise ValueError("optimizations.cuda_graphs needs engine.device cuda")
         return self
+
+    def _check_open_family(self) -> None:
+        """Raises for what only the characters family has so far."""
+        family = self.model.family
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(f"engine.tensor_parallel: family {family} runs on one rank")
+        for flag in _CHARACTERS_ONLY:
+            if getattr(self.optimizations, flag):
+                raise ValueError(f"optimizations.{flag}: family {family} has only the plain path")
+
+
+_CHARACTERS_ONLY = (
+    "fp8_gemm",
+    "fp8_kv_cache",
+    "fused_pre_attention",
+    "fused_norm_quant",
+    "compile",
+    "cuda_graphs",
+)
 
 
 class ConfigError(ValueError):

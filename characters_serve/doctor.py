@@ -52,6 +52,7 @@ def examine(config: Config) -> list[Finding]:
         _sessions_key(config.server),
         _weights(config),
         *_placement(config),
+        *_open_model(config),
         _verdict(config),
     ]
 
@@ -288,6 +289,64 @@ def _weights(config: Config) -> Finding:
     if missing:
         return Finding("weights", f"{folder} has no {' and no '.join(missing)} safetensors", False)
     return Finding("weights", f"{model.weights} ({folder})")
+
+
+def _open_model(config: Config) -> list[Finding]:
+    """What an open family needs beside its own weights, and whether it fits."""
+    model = config.model
+    if model.wan is None or config.engine.kind == "pattern":
+        return []
+    found = [_model_memory(config)]
+    if model.weights != "synthetic":
+        text = model.wan.text_embedding
+        there = text is not None and Path(text).is_file()
+        found.append(Finding("prompt", f"model.wan.text_embedding: {text}", there))
+    if model.live_avatar is not None:
+        version = _version("transformers")
+        words = f"transformers {version}" if version else "transformers is not installed"
+        found.append(Finding("speech features", words, version is not None))
+        folder = model.live_avatar.wav2vec2
+        if model.weights != "synthetic":
+            there = folder is not None and (Path(folder) / "config.json").is_file()
+            found.append(Finding("speech model", f"model.live_avatar.wav2vec2: {folder}", there))
+    return found
+
+
+def _model_memory(config: Config) -> Finding:
+    """Weights and cache of the diffusion model; the autoencoder and activations come on top."""
+    from characters_serve.engine.device import choose_device
+    from characters_serve.model.kv_cache import make_cache
+    from characters_serve.model.open.causal_wan import CausalWan
+    from characters_serve.model.open.live_avatar import LiveAvatar
+
+    model = config.model
+    kind = LiveAvatar if model.family == "live_avatar" else CausalWan
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in kind(model).parameters())
+    try:
+        device, dtype = choose_device(config.engine)
+    except ValueError:
+        device, dtype = torch.device("cpu"), torch.bfloat16
+    cache = make_cache(model, config.optimizations, device="meta", dtype=dtype)
+    held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
+    cached = sum(value.numel() * value.element_size() for value in held)
+    needed = weights * dtype.itemsize + cached
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = psutil.virtual_memory().total
+    words = (
+        f"{weights * dtype.itemsize / 1e9:.0f} GB of weights and {cached / 1e9:.0f} GB of cache; "
+        f"{there / 1e9:.0f} GB on {'the GPU' if device.type == 'cuda' else 'this machine, no GPU'}"
+    )
+    return Finding("model's memory", words, needed < there)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _verdict(config: Config) -> Finding:

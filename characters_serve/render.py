@@ -18,11 +18,11 @@ from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
+from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.reference_image import image_tensor
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.gateway.images import load_reference
 from characters_serve.messages import AgentAudio
-from characters_serve.model.weights import load_generator
 from characters_serve.session.chunker import VOICE_RATE, Chunker
 
 _SESSION: Final = "render"
@@ -46,8 +46,9 @@ def run_render(
     speech = read_speech(audio_path, model.audio.sample_rate)
 
     device, dtype = choose_device(config.engine)
-    generator = load_generator(model, device=device, dtype=dtype)
-    denoiser = Denoiser(generator, model, config.optimizations)
+    generator = load_family(model, device=device, dtype=dtype)
+    prompt = load_prompt(model, device)
+    denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
     denoiser.start(image_tensor(image_rgb, model, device), seed)
     decoder = ChunkDecoder(model, device, dtype)
     decoder.start(image_rgb)

@@ -26,10 +26,10 @@ from characters_serve.config import Config, load_config
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
+from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.reference_image import image_tensor
 from characters_serve.engine.step_input import PackedStep, window_samples
 from characters_serve.messages import StepInput
-from characters_serve.model.weights import load_generator
 
 _WARM_UP = 10
 
@@ -37,8 +37,9 @@ _WARM_UP = 10
 def measure(config: Config, num_steps: int) -> dict[str, Any]:
     model = config.model
     device, dtype = choose_device(config.engine)
-    generator = load_generator(model, device=device, dtype=dtype)
-    denoiser = Denoiser(generator, model, config.optimizations)
+    generator = load_family(model, device=device, dtype=dtype)
+    prompt = load_prompt(model, device)
+    denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
     decoder = ChunkDecoder(model, device, dtype)
     packed = PackedStep(model, device)
     random = np.random.default_rng(0)

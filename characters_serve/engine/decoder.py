@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ from characters_serve.messages import (
     StepInput,
     VideoChunk,
 )
-from characters_serve.model.decoders.reference_warp import DecoderState
-from characters_serve.model.weights import load_decoder
+from characters_serve.model.decoders.stream import lay_out_channels_last
+from characters_serve.model.weights import StreamDecoder, load_decoder
 from characters_serve.processes import ControlLink
 
 log = logging.getLogger(__name__)
@@ -51,10 +52,11 @@ class ChunkDecoder:
         self._device = device
         self._mixed = device.type == "cpu" and dtype == torch.bfloat16
         stored = torch.float32 if self._mixed else dtype
-        self._decoder = load_decoder(model, device=device, dtype=stored)
+        network = load_decoder(model, device=device, dtype=stored)
         if self._mixed:
-            self._decoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._state: DecoderState | None = None
+            lay_out_channels_last(network)
+        self._decoder: StreamDecoder = network
+        self._state: Any = None
 
     def start(self, image_rgb: bytes) -> None:
         """Encodes the reference and forgets the character before."""

@@ -6,56 +6,99 @@ the session's prefix. Knows nothing of processes or pixels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, Protocol
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from characters_kernels.saturation import SaturationMonitor
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.engine.step_graph import StepGraph
-from characters_serve.model.dit import CharacterDiT, NoiseLevelModulation, StepCondition
+from characters_serve.model.dit import CharacterDiT, StepCondition
 from characters_serve.model.fp8 import calibrating, convert_projections
-from characters_serve.model.kv_cache import FusedRingCache, make_cache
+from characters_serve.model.kv_cache import FusedRingCache, KVCache, make_cache
 from characters_serve.model.shard import narrow
 from characters_serve.model.steady import SteadyPass
 
 
+class Generator(Protocol):
+    """What a family of models is to the engine. Letters: B batch, V video tokens, C channels.
+
+    A session's text, a step's condition and a level's modulation are the family's own; the engine
+    keeps them and hands them back.
+    """
+
+    def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None) -> Any:
+        """Begins a session: fills the cache's prefix from the image, float (B, 3, H, W) in [0, 1],
+        and returns what else the session's steps need."""
+
+    def condition(self, audio_window: Tensor, controls: Tensor, session: Any) -> Any:
+        """audio_window: (B, samples) in [-1, 1]; controls: (B, frames, num_controls)."""
+
+    def modulate(self, level: Tensor) -> Any:
+        """What a pass takes from its noise level, ()."""
+
+    def __call__(
+        self, noisy_BVC: Tensor, modulation: Any, condition: Any, cache: KVCache, cache_index: int
+    ) -> Tensor:
+        """One pass: float32 (B, V, C) -> the clean chunk as it sees it, of the same shape."""
+
+    def renoise(
+        self, clean: Tensor, noisy: Tensor, noise: Tensor, level: float, next_level: float
+    ) -> Tensor:
+        """The next pass's input, from a pass at `level` that saw `noisy` and found `clean`."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
 class Denoiser:
-    """batch: how many sessions roll in step with each other; serving uses one.
+    """batch: how many sessions roll in step with each other; serving uses one. prompt: of sessions
+    that start without one.
 
     With `fp8_gemm` the model's projections are converted in place and stay so.
     """
 
     def __init__(
         self,
-        model: CharacterDiT,
+        model: Generator,
         config: ModelConfig,
         optimizations: Optimizations,
         *,
         batch: int = 1,
+        prompt: Tensor | None = None,
     ) -> None:
         if batch != 1 and optimizations.fused_norm_quant:
             raise ValueError("fused_norm_quant serves one session: its batch must be 1")
-        weight = model.prefix_embedding
+        weight = next(iter(model.parameters()))
         self._model = model
         self._config = config
         self._batch = batch
         self._device, self._dtype = weight.device, weight.dtype
         self._monitor = SaturationMonitor(self._device)
         saturated = self._monitor.counter
-        if optimizations.fp8_gemm:
-            convert_projections(model, saturated)
+        of_this_rank = config
+        if isinstance(model, CharacterDiT):
+            of_this_rank = narrow(config, model.shard)
+            if optimizations.fp8_gemm:
+                convert_projections(model, saturated)
         self._cache = make_cache(
-            narrow(config, model.shard),
+            of_this_rank,
             optimizations,
             batch=batch,
             device=self._device,
             dtype=self._dtype,
             saturated=saturated,
         )
-        self._pass = SteadyPass(model, optimizations, self._cache, saturated)
-        self._kept: dict[float, NoiseLevelModulation] | None = (
-            {} if optimizations.precomputed_modulation else None
+        self._pass = (
+            SteadyPass(model, optimizations, self._cache, saturated)
+            if isinstance(model, CharacterDiT)
+            else self._whole_pass
         )
+        self._kept: dict[float, Any] | None = {} if optimizations.precomputed_modulation else None
+        self._prompt = prompt
+        self._session: Any = None
+        self._chunks = 0
         self._generator = torch.Generator(device=self._device)
         self._graph = self._make_graph() if optimizations.cuda_graphs else None
         self.eager_steps = 0
@@ -72,8 +115,9 @@ class Denoiser:
         if image.dtype == torch.uint8:
             image = image.permute(2, 0, 1)[None] / 255
         self._generator.manual_seed(seed)
+        prompt = self._prompt if prompt is None else prompt
         with calibrating(self._model):
-            self._model.write_prefix(image.to(self._device), self._cache, prompt)
+            self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
         if self._graph is not None and isinstance(self._cache, FusedRingCache):
             self._graph.capture(self._cache.prefix_length, self._cache.as_if_full())
             self._monitor.reset()
@@ -81,46 +125,64 @@ class Denoiser:
     @torch.no_grad()
     def step(self, audio_window: Tensor, controls: Tensor, passes: int) -> Tensor:
         """audio_window: (window_samples,); controls: (frames, num_controls) -> (V, C) float32."""
-        mel = self._model.log_mel(audio_window.to(self._device)[None])
-        return self.step_on_mel(mel, controls.to(self._device)[None], passes)[0]
+        window, moves = audio_window.to(self._device)[None], controls.to(self._device)[None]
+        return self.denoise(self._model.condition(window, moves, self._session), passes)[0]
 
     @torch.no_grad()
-    def step_on_mel(self, mel: Tensor, controls: Tensor, passes: int) -> Tensor:
-        """mel: (B, mel frames, mels); controls: (B, frames, num_controls) -> (B, V, C) float32."""
-        config = self._config
-        condition = self._model.condition_on_mel(mel, controls)
-        shape = (self._batch, config.video_tokens, config.token_channels)
-        noise = torch.randn(shape, generator=self._generator, device=self._device)
+    def denoise(self, condition: Any, passes: int, noise: Tensor | None = None) -> Tensor:
+        """condition: of the model; noise: (B, V, C), drawn if None -> (B, V, C) float32."""
+        if noise is None:
+            noise = self._draw()
+        levels = self._levels(passes)
         self._cache.begin_step()
-        if self._graph is not None and self._is_steady(passes):
+        self._chunks += 1
+        if self._graph is not None and self._is_steady(levels):
             clean = self._graph(noise, condition)
         else:
             self.eager_steps += 1
-            clean = self._denoise(noise, condition, passes)
+            clean = self._run_passes(noise, condition, levels)
         self._monitor.request()
         return clean
 
     def reset(self) -> None:
         """Drops every trace of the session."""
         self._cache.clear()
+        self._chunks = 0
+        self._session = None
         self._monitor.reset()
         self.eager_steps = 0
 
-    def _denoise(self, noise: Tensor, condition: StepCondition, passes: int) -> Tensor:
-        clean = torch.zeros_like(noise)
-        for index, level in self._levels(passes):
-            noisy = torch.lerp(clean, noise, level).to(self._dtype)
+    def _run_passes(self, noise: Tensor, condition: Any, levels: list[tuple[int, float]]) -> Tensor:
+        noisy = noise * levels[0][1]
+        following = [level for _, level in levels[1:]]
+        for (index, level), next_level in zip(levels, [*following, None], strict=True):
             clean = self._pass(noisy, self._modulation(level), condition, index).float()
+            if next_level is not None:
+                if self._config.redraw_noise:
+                    noise = self._draw()
+                noisy = self._model.renoise(clean, noisy, noise, level, next_level)
+        if self._config.cache_policy == "clean_pass":
+            self._pass(clean, self._modulation(0.0), condition, 0)
         return clean
 
-    def _is_steady(self, passes: int) -> bool:
+    def _whole_pass(
+        self, noisy: Tensor, modulation: Any, condition: Any, cache_index: int
+    ) -> Tensor:
+        return self._model(noisy, modulation, condition, self._cache, cache_index)
+
+    def _draw(self) -> Tensor:
+        shape = (self._batch, self._config.video_tokens, self._config.token_channels)
+        return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def _is_steady(self, levels: list[tuple[int, float]]) -> bool:
         """A full window and all passes: the one shape that is captured."""
         full = isinstance(self._cache, FusedRingCache) and self._cache.is_full
-        return full and len(self._levels(passes)) == len(self._config.noise_levels)
+        return full and len(levels) == len(self._config.noise_levels)
 
     @torch.no_grad()
     def _make_graph(self) -> StepGraph:
-        config, passes = self._config, len(self._config.noise_levels)
+        config = self._config
+        levels = self._levels(len(config.noise_levels))
         noise = torch.zeros(
             self._batch, config.video_tokens, config.token_channels, device=self._device
         )
@@ -128,7 +190,7 @@ class Denoiser:
         given = torch.zeros(self._batch, rows, config.dim, device=self._device, dtype=self._dtype)
 
         def run(noise: Tensor, condition: StepCondition) -> Tensor:
-            return self._denoise(noise, condition, passes)
+            return self._run_passes(noise, condition, levels)
 
         return StepGraph(run, noise, StepCondition(given[:, 1:], given[:, :1]))
 
@@ -137,6 +199,8 @@ class Denoiser:
         that a chunk begins as noise and is remembered at the level the context was trained at.
         Under `per_pass` every pass owns a cache that must be written, so none can be left out."""
         levels = self._config.noise_levels
+        if self._config.first_noise_levels and self._chunks == 0:
+            return [(0, level) for level in self._config.first_noise_levels]
         if self._config.cache_policy == "per_pass":
             return list(enumerate(levels))
         count = min(passes, len(levels))
@@ -145,12 +209,12 @@ class Denoiser:
         chosen = [round(i * (len(levels) - 1) / (count - 1)) for i in range(count)]
         return [(0, levels[i]) for i in chosen]
 
-    def _modulation(self, level: float) -> NoiseLevelModulation:
+    def _modulation(self, level: float) -> Any:
         if self._kept is None:
             return self._compute_modulation(level)
         if level not in self._kept:
             self._kept[level] = self._compute_modulation(level)
         return self._kept[level]
 
-    def _compute_modulation(self, level: float) -> NoiseLevelModulation:
+    def _compute_modulation(self, level: float) -> Any:
         return self._model.modulate(torch.full((), level, device=self._device))

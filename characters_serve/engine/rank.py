@@ -25,6 +25,7 @@ from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
+from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
 from characters_serve.engine.reference_image import image_tensor
@@ -40,7 +41,6 @@ from characters_serve.messages import (
     StepInput,
 )
 from characters_serve.model.shard import deal
-from characters_serve.model.weights import load_generator
 from characters_serve.processes import ControlLink
 
 log = logging.getLogger(__name__)
@@ -186,10 +186,11 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
         torch.cuda.set_device(device)
     ranks = Ranks(engine, group_dir, rank, device)
     shard = deal(model, ranks.size)[rank]
-    generator = load_generator(
+    generator = load_family(
         model, device=device, dtype=dtype, shard=shard, all_reduce=ranks.all_reduce
     )
-    denoiser = Denoiser(generator, model, config.optimizations)
+    prompt = load_prompt(model, device)
+    denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
     packed = PackedStep(model, device)
     sink = _sink(config, group_dir, device, dtype) if rank == 0 else None
     ranks.join()

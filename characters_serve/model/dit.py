@@ -196,8 +196,11 @@ class CharacterDiT(nn.Module):
             [block.modulate(embedding) for block in self.blocks], self.final.modulate(embedding)
         )
 
-    def condition(self, audio_window: Tensor, controls: Tensor) -> StepCondition:
-        """audio_window: (B, window_samples) in [-1, 1]; controls: (B, frames, num_controls)."""
+    def condition(
+        self, audio_window: Tensor, controls: Tensor, session: None = None
+    ) -> StepCondition:
+        """audio_window: (B, window_samples) in [-1, 1]; controls: (B, frames, num_controls).
+        The session is in the cache alone."""
         return self.condition_on_mel(self.log_mel(audio_window), controls)
 
     def condition_on_mel(self, mel: Tensor, controls: Tensor) -> StepCondition:
@@ -250,9 +253,16 @@ class CharacterDiT(nn.Module):
         clean: Tensor = self.final(x[..., : self.config.video_tokens, :], *modulation.final)
         return clean
 
+    @staticmethod
+    def renoise(
+        clean: Tensor, noisy: Tensor, noise: Tensor, level: float, next_level: float
+    ) -> Tensor:
+        """The chunk's own noise again, less of it."""
+        return torch.lerp(clean, noise, next_level)
+
     def embed_chunk(self, noisy_BVC: Tensor, condition: StepCondition) -> Tensor:
         """Video tokens with their place and the chunk's condition, then audio and control."""
-        video = self.latent_in(noisy_BVC) + self.place + condition.bias
+        video = self.latent_in(noisy_BVC.to(self.place.dtype)) + self.place + condition.bias
         return torch.cat([video, condition.tokens], dim=-2)
 
 

@@ -75,7 +75,7 @@ def input_scale(linear: nn.Module) -> Tensor:
 
 
 @contextmanager
-def calibrating(model: CharacterDiT) -> Iterator[None]:
+def calibrating(model: nn.Module) -> Iterator[None]:
     """Within, every projection takes its input's scale from the values that it is given."""
     linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for linear in linears:

@@ -11,6 +11,9 @@ keeps a cache of its own.
 Positions: the prefix stays at time 0, chunks count up from 1. When a chunk would reach
 window_chunks + position_reset_steps, it and all it remembers move back by position_reset_steps,
 so that positions stay in the range the model was trained on, for as long as the talk lasts.
+Where the prefix moves (open models: a reference that keeps its distance to the current chunk), its
+keys are kept unrotated too, and written anew for each chunk: rotating the rotated ones on and on
+would gather rounding errors.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from characters_kernels.fp8 import E4M3, dequantise, quantise, scale_for
 from characters_kernels.ring_store import ring_store
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.model.attention import attention
+from characters_serve.model.open.frame_cache import make_frame_cache
 from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
 
 
@@ -58,6 +62,8 @@ def make_cache(
     saturated: Tensor | None = None,
 ) -> KVCache:
     """saturated: (1,) int32 on the device, counts values that did not fit FP8."""
+    if model.family == "causal_wan":
+        return make_frame_cache(model, optimizations, batch=batch, device=device, dtype=dtype)
     positions = rotary_positions(model, device)
     if saturated is None:
         saturated = torch.zeros(1, dtype=torch.int32, device=device)
@@ -185,6 +191,7 @@ class _CacheBuffers:
         self._prefix_length = 0
         self._chunks = 0
         self._position = 0
+        self._moved_back = 0
         self._chunk_angles = self._positions.chunk(0.0)
 
     def calibrate(self, block: int, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
@@ -207,6 +214,7 @@ class _CacheBuffers:
         reset = self._position == self._window_chunks + self._reset_steps
         if reset:
             self._position -= self._reset_steps
+            self._moved_back += self._reset_steps
         self._chunk_angles = self._positions.chunk(float(self._position))
         return reset
 
@@ -268,7 +276,7 @@ class PlainCache(_CacheBuffers):
         chunks = min(self._chunks, self._window_chunks)
         times = self._position - torch.arange(chunks - 1, -1, -1, device=self._k.device)
         window = self._positions.chunk(times).flatten(0, 1)
-        prefix = self._positions.prefix()
+        prefix = self._positions.prefix(self._position, self._moved_back)
         used = prefix[: self._prefix_length]
         return torch.cat([used, window])
 
@@ -276,20 +284,40 @@ class PlainCache(_CacheBuffers):
 class ShiftedCache(_CacheBuffers):
     """Keys rotated once, when written; the window still shifted by copying."""
 
-    def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
-        length = self._check_prefix(k_BSHD)
-        slots = slice(self._prefix_slots - length, self._prefix_slots)
-        keys = rotate(k_BSHD, self._positions.prefix()[:length])
-        self._write(block, cache, slots, keys, v_BSHD)
-
-    def begin_step(self) -> None:
-        self._shift_window()
-        self._reset_if_due()
+    _unrotated_prefix: Tensor | None = None
 
     def clear(self) -> None:
         super().clear()
         # Of zeros, so that no session's first reset has to wait for the kernel to be compiled.
         self._move_window()
+        if not self._positions.prefix_moves:
+            return
+        if self._unrotated_prefix is None:
+            # All passes' caches hold the same prefix.
+            self._unrotated_prefix = torch.empty_like(self._k[:, 0, :, : self._prefix_slots])
+        self._unrotated_prefix.zero_()
+
+    def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        length = self._check_prefix(k_BSHD)
+        slots = slice(self._prefix_slots - length, self._prefix_slots)
+        if self._unrotated_prefix is None:
+            k_BSHD = rotate(k_BSHD, self._positions.prefix()[:length])
+        else:
+            self._unrotated_prefix[block, :, slots] = k_BSHD
+        self._write(block, cache, slots, k_BSHD, v_BSHD)
+
+    def begin_step(self) -> None:
+        self._shift_window()
+        self._reset_if_due()
+        self._move_prefix()
+
+    def _move_prefix(self) -> None:
+        if self._unrotated_prefix is None:
+            return
+        slots = slice(self._first_slot, self._prefix_slots)
+        angles = self._positions.prefix(self._position, self._moved_back)[: self._prefix_length]
+        for block, keys in enumerate(self._unrotated_prefix):
+            self._k[block, :, :, slots] = rotate(keys[:, slots], angles)
 
     def _reset_if_due(self) -> None:
         """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
@@ -322,6 +350,7 @@ class RingCache(ShiftedCache):
 
     def begin_step(self) -> None:
         self._reset_if_due()
+        self._move_prefix()
 
     def _current_slots(self) -> slice:
         return self._window_slots((self._chunks - 1) % self._window_chunks)

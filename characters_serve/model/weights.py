@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,7 +25,10 @@ from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.audio import log_mel_for
+from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
 from characters_serve.model.decoders.reference_warp import VideoDecoder
+from characters_serve.model.decoders.taehv import TAEHV
+from characters_serve.model.decoders.wan_layers import WanVAE
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.linear import (
     AllReduce,
@@ -54,7 +58,7 @@ def load_generator(
     all_reduce: AllReduce = alone,
 ) -> CharacterDiT:
     """shard: the part of a tensor-parallel rank; without it the whole model."""
-    network = _build(
+    network = load_network(
         lambda: CharacterDiT(model, shard, all_reduce), model, "dit", device, dtype, seed
     )
     assert isinstance(network, CharacterDiT)
@@ -63,12 +67,26 @@ def load_generator(
     return network
 
 
+class StreamDecoder(Protocol):
+    """What a decoder process runs. Each kind has a state of its own, which its caller holds."""
+
+    def start(self, image: Tensor) -> Any:
+        """image: uint8 (H, W, 3) -> the state that a session begins with."""
+
+    def decode(self, latent: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """latent: (tokens, C) -> frames (frames_per_chunk, 3, H, W) in [0, 1], the next state."""
+
+
 def load_decoder(
     model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> VideoDecoder:
-    network = _build(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
-    assert isinstance(network, VideoDecoder)
-    return network
+) -> VideoDecoder | LatentVideoDecoder:
+    if model.decoder == "reference_warp":
+        network = load_network(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
+        assert isinstance(network, VideoDecoder)
+        return network
+    vae = load_network(lambda: make_autoencoder(model), model, "decoder", device, dtype, seed)
+    assert isinstance(vae, WanVAE | TAEHV)
+    return LatentVideoDecoder(vae, model)
 
 
 def save_network(network: nn.Module, folder: Path, name: str) -> None:
@@ -77,7 +95,7 @@ def save_network(network: nn.Module, folder: Path, name: str) -> None:
     save_file(state, folder / f"{name}.safetensors")
 
 
-def _build(
+def load_network(
     make: Callable[[], nn.Module],
     model: ModelConfig,
     name: str,
@@ -85,6 +103,7 @@ def _build(
     dtype: torch.dtype,
     seed: int,
 ) -> nn.Module:
+    """The network that `make` makes, filled from the files `name*.safetensors`."""
     with torch.device(device), _made_in(dtype):
         network = make()
     cuts = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from characters_serve.config import Config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.idle_controls import IdleControls
-from characters_serve.model.weights import load_decoder, load_generator
+from characters_serve.model.weights import StreamDecoder, load_decoder, load_generator
 from scripts.train_tiny.pictures import save_sheet
 
 CHARACTERS = Path(__file__).parents[2] / "characters_serve" / "assets" / "characters"
@@ -55,7 +55,7 @@ def measure(names: list[str], minutes: float, wavs: Path) -> tuple[dict[str, Any
     network = load_generator(model, device=cpu, dtype=torch.float32)
     denoiser = Denoiser(network, model, config.optimizations, batch=len(names))
     denoiser.start(images, seed=1)
-    decoder = load_decoder(model, device=cpu, dtype=torch.float32)
+    decoder: StreamDecoder = load_decoder(model, device=cpu, dtype=torch.float32)
     states = [decoder.start(images[i : i + 1]) for i in range(len(names))]
     idle = [IdleControls(10 + i, model.fps) for i in range(len(names))]
     chunks = round(minutes * 60 * model.fps / model.frames_per_chunk)
@@ -66,7 +66,8 @@ def measure(names: list[str], minutes: float, wavs: Path) -> tuple[dict[str, Any
     for chunk in range(chunks):
         mel = network.log_mel(pcm[chunk * step : chunk * step + window].expand(len(names), -1))
         controls = np.stack([one.next(model.frames_per_chunk, speaking=True) for one in idle])
-        latents = denoiser.step_on_mel(mel, torch.from_numpy(controls), len(model.noise_levels))
+        condition = network.condition_on_mel(mel, torch.from_numpy(controls))
+        latents = denoiser.denoise(condition, len(model.noise_levels))
         look = chunk % LOOK_EVERY_CHUNKS
         if look >= LOOK_CHUNKS:
             continue

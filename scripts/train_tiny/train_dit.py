@@ -300,7 +300,8 @@ def roll_out(
     with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
         denoiser.start(references.float() / 255, seed)
         for chunk in range(controls.shape[1]):
-            yield denoiser.step_on_mel(clips.mel[:, chunk], controls[:, chunk], passes)
+            condition = dit.condition_on_mel(clips.mel[:, chunk], controls[:, chunk])
+            yield denoiser.denoise(condition, passes)
 
 
 def train_dit(

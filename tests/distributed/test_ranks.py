@@ -56,7 +56,7 @@ def session(dit: CharacterDiT) -> Tensor:
     for _ in range(STEPS):
         mel = torch.randn(1, dit.log_mel.num_frames, MODEL.audio.num_mels, generator=random)
         controls = torch.rand(1, MODEL.frames_per_chunk, MODEL.num_controls, generator=random)
-        latents.append(denoiser.step_on_mel(mel, controls, 4)[0])
+        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), 4)[0])
     return torch.stack(latents)
 
 

@@ -29,6 +29,7 @@ from characters_serve.messages import (
     VideoChunk,
 )
 from characters_serve.processes import ChildFailed, ChildProcess
+from tests.unit.small_model import SMALL
 
 PATTERN = Config(engine=EngineConfig(kind="pattern"))
 DIFFUSION = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
@@ -274,6 +275,19 @@ async def test_a_step_crosses_rank_and_decoder(open_group: OpenGroup) -> None:
     assert len(chunk.voice_48k) == 2 * model.voice_samples_per_chunk
     assert chunk.step_ms > 0
     assert chunk.decode_ms > 0
+
+
+async def test_a_public_video_decoder_in_the_group(open_group: OpenGroup) -> None:
+    settings = {"decoder": "wan22", "decoder_dim": 4, "latent_stride": 16, "latent_channels": 48}
+    small = SMALL.model_copy(update={**settings, "patch": 2})
+    group = open_group(DIFFUSION.model_copy(update={"model": small}))
+    await group.start("decoder", "decoder")
+    await group.start("rank0", "rank", "--rank", "0")
+    first = await group.film("one", seed=3)
+    again = await group.film("two", seed=3)
+    assert first == again
+    assert {len(frame) for frame in first} == {small.width * small.height * 3 // 2}
+    assert len(first) == (small.window_chunks + 1) * small.frames_per_chunk
 
 
 async def test_a_session_leaves_nothing_to_the_next(open_group: OpenGroup) -> None:

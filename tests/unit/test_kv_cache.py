@@ -61,13 +61,14 @@ def session(
     image = torch.rand(1, 3, SMALL.height, SMALL.width, generator=random)
     words = torch.randn(1, prompt, SMALL.prompt_dim, generator=random) if prompt else None
     denoiser.start(image, seed, words)
+    dit: Any = denoiser._model
     latents = []
     for step in range(steps):
         mel = torch.randn(1, 28, SMALL.audio.num_mels, generator=random)
         shape = (1, SMALL.frames_per_chunk, SMALL.num_controls)
         controls = torch.rand(shape, generator=random)
         count = 4 if passes is None else passes(step)
-        latents.append(denoiser.step_on_mel(mel, controls, count)[0])
+        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), count)[0])
     return torch.stack(latents)
 
 

@@ -19,6 +19,7 @@ SMALL = ModelConfig(name="small", weights="synthetic", width=128, height=64)
 @functools.cache
 def synthetic() -> VideoDecoder:
     decoder = load_decoder(SMALL, device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(decoder, VideoDecoder)
     # Flows of some pixels and half-seen paint, so that every part shows in the frames.
     decoder.decoder.motion.weight.mul_(20)
     return decoder
@@ -185,6 +186,7 @@ def test_a_batch_is_its_single_sessions() -> None:
 def test_bf16_stays_near_float32() -> None:
     """The decoder of a GPU: within what eight bits of mantissa leave of a picture."""
     half = load_decoder(SMALL, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert isinstance(half, VideoDecoder)
     half.decoder.motion.weight.mul_(20)
     latents = latents_of(0, 2)
     frames = decoded(half, started(half, image_of(0)), latents)

@@ -1,0 +1,192 @@
+"""What the models of the Wan line have in common: blocks, embeddings, tokens of latents.
+
+In: tokens, modulation, text. Out: tokens. Knows nothing of chunks, of caches or of any one family.
+
+Letters: B batch, S tokens, D model dim, H heads, T text rows, Z latent channels. After Wan 2.1
+(arXiv 2503.20314). Two things differ from the published layout, and `weights` files hold it so:
+q, k and v are one matrix, and the rows of q and k are ordered so that a rotation turns dimension i
+with i + head_dim / 2, as everywhere in this project, where Wan turns neighbours. Scores are the
+same, because q and k are reordered alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from characters_serve.model.attention import attention
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+NORM_EPS = 1e-6
+PATCH = 2
+
+
+class Memory(NamedTuple):
+    """Keys and values that are cross-attended to: (B, T, H, head_dim) each."""
+
+    k: Tensor
+    v: Tensor
+
+
+class BlockModulation(NamedTuple):
+    """adaLN of one block. Each broadcasts against (B, S, D); scales have the 1 added."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+    ffn_shift: Tensor
+    ffn_scale: Tensor
+    ffn_gate: Tensor
+
+
+def layer_norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+class SelfAttention(nn.Module):
+    """q and k are normalised over the whole width, before they are cut into heads."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads = (num_heads, dim // num_heads)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.o = nn.Linear(dim, dim)
+        self.norm_q = nn.RMSNorm(dim, eps=NORM_EPS)
+        self.norm_k = nn.RMSNorm(dim, eps=NORM_EPS)
+
+    def forward(self, x_BSD: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self.qkv(x_BSD).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, self.heads) for part in (self.norm_q(q), self.norm_k(k), v))
+        out: Tensor = self.o(attend(q, k, v))
+        return out
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.heads = (num_heads, dim // num_heads)
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.o = nn.Linear(dim, dim)
+        self.norm_q = nn.RMSNorm(dim, eps=NORM_EPS)
+        self.norm_k = nn.RMSNorm(dim, eps=NORM_EPS)
+
+    def memory(self, context_BTD: Tensor) -> Memory:
+        k, v = self.kv(context_BTD).chunk(2, dim=-1)
+        return Memory(self.norm_k(k).unflatten(-1, self.heads), v.unflatten(-1, self.heads))
+
+    def forward(self, x_BSD: Tensor, memory: Memory) -> Tensor:
+        q = self.norm_q(self.q(x_BSD)).unflatten(-1, self.heads)
+        out: Tensor = self.o(attention(q, memory.k, memory.v))
+        return out
+
+
+class WanBlock(nn.Module):
+    """Self-attention, text, MLP, one after the other."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_dim: int) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(dim, num_heads)
+        self.norm3 = nn.LayerNorm(dim, eps=NORM_EPS)
+        self.cross_attn = CrossAttention(dim, num_heads)
+        self.ffn = nn.Sequential(
+            nn.Linear(dim, mlp_dim), nn.GELU(approximate="tanh"), nn.Linear(mlp_dim, dim)
+        )
+        self.modulation = nn.Parameter(torch.randn(6, dim) / dim**0.5)
+
+    def modulate(self, projected: Tensor) -> BlockModulation:
+        """projected: float32 (..., 6, D), from `NoiseLevel`."""
+        dtype = self.modulation.dtype
+        parts = [part.to(dtype) for part in (projected + self.modulation.float()).unbind(-2)]
+        shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = parts
+        return BlockModulation(shift, 1 + scale, gate, ffn_shift, 1 + ffn_scale, ffn_gate)
+
+    def forward(
+        self, x_BSD: Tensor, modulation: BlockModulation, text: Memory, attend: Attend
+    ) -> Tensor:
+        """attend: q, k, v (B, S, H, head_dim), not rotated -> (B, S, D)."""
+        h = layer_norm(x_BSD) * modulation.scale + modulation.shift
+        x = x_BSD + modulation.gate * self.self_attn(h, attend)
+        x = x + self.cross_attn(self.norm3(x), text)
+        h = layer_norm(x) * modulation.ffn_scale + modulation.ffn_shift
+        out: Tensor = x + modulation.ffn_gate * self.ffn(h)
+        return out
+
+
+class Head(nn.Module):
+    def __init__(self, dim: int, token_channels: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(dim, token_channels)
+        self.modulation = nn.Parameter(torch.randn(2, dim) / dim**0.5)
+
+    def modulate(self, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """embedded: float32 (..., D), from `NoiseLevel`."""
+        shift, scale = (embedded[..., None, :] + self.modulation.float()).unbind(-2)
+        return shift.to(self.modulation.dtype), (1 + scale).to(self.modulation.dtype)
+
+    def forward(self, x_BSD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.head(layer_norm(x_BSD) * scale + shift)
+        return out
+
+
+class NoiseLevel(nn.Module):
+    """A noise level in [0, 1] -> its embedding (..., D) and what the blocks take (..., 6, D).
+
+    Computed in float32 whatever the weights are, the angles in float64, as in the original.
+    """
+
+    def __init__(self, freq_dim: int, dim: int) -> None:
+        super().__init__()
+        self.num_frequencies = freq_dim // 2
+        self.time_embedding = nn.Sequential(
+            nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim)
+        )
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+
+    def forward(self, level: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(self.num_frequencies, device=level.device, dtype=torch.float64)
+        steps = steps / self.num_frequencies
+        angles = 1000 * level.double()[..., None] * torch.exp(-math.log(10_000.0) * steps)
+        x = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+        first, _, second = self.time_embedding
+        embedded = _linear_in_float32(second, functional.silu(_linear_in_float32(first, x)))
+        projected = _linear_in_float32(self.time_projection[1], functional.silu(embedded))
+        return embedded, torch.unflatten(projected, -1, (6, -1))
+
+
+def _linear_in_float32(layer: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(layer, nn.Linear)
+    return functional.linear(x, layer.weight.float(), layer.bias.float())
+
+
+def text_embedding(text_dim: int, dim: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
+
+
+def pad_text(text_BTC: Tensor, text_len: int) -> Tensor:
+    """Short prompts end in rows of zeros, which are attended to like any other: as trained."""
+    missing = text_len - text_BTC.shape[1]
+    if missing < 0:
+        raise ValueError(f"a prompt of {text_BTC.shape[1]} rows exceeds the model's {text_len}")
+    return functional.pad(text_BTC, (0, 0, 0, missing))
+
+
+def tokens_of(latents: Tensor) -> Tensor:
+    """(B, Z, T, height, width) -> (B, T x rows x columns, Z x PATCH x PATCH)."""
+    b, z, t, h, w = latents.shape
+    x = latents.view(b, z, t, h // PATCH, PATCH, w // PATCH, PATCH)
+    return x.permute(0, 2, 3, 5, 1, 4, 6).reshape(b, -1, z * PATCH * PATCH)
+
+
+def latents_of(tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """The reverse of `tokens_of`, for a grid of rows x columns tokens."""
+    b, _, channels = tokens.shape
+    x = tokens.view(b, -1, rows, columns, channels // PATCH**2, PATCH, PATCH)
+    x = x.permute(0, 4, 1, 2, 5, 3, 6)
+    return x.reshape(b, channels // PATCH**2, -1, rows * PATCH, columns * PATCH)

@@ -1,0 +1,33 @@
+"""The decoder benchmark measures each decoder that reads a model's latents, and no other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from characters_serve.bench.decode import measure, readers
+from characters_serve.config import Config, ConfigError, EngineConfig, ModelConfig
+from tests.unit.small_model import SMALL
+
+WAN22 = SMALL.model_copy(
+    update={"latent_stride": 16, "latent_channels": 48, "patch": 2, "decoder_dim": 4}
+)
+
+
+def test_only_what_reads_the_latents_is_measured() -> None:
+    assert [model.decoder for model in readers(WAN22)] == ["wan22", "taehv", "taehv_super"]
+    with pytest.raises(ConfigError, match="reads the latents of tiny"):
+        readers(ModelConfig())
+
+
+def test_result_names_its_numbers_and_their_origin() -> None:
+    threads = torch.get_num_threads()
+    try:
+        result = measure(Config(model=WAN22, engine=EngineConfig(device="cpu")), seconds=0.1)
+    finally:
+        torch.set_num_threads(threads)
+    assert set(result["decoders"]) == {"wan22", "taehv", "taehv_super"}
+    for timed in result["decoders"].values():
+        assert timed["decode_ms_p99"] >= timed["decode_ms_median"] > 0
+    for origin in ("device", "dtype", "torch", "command", "commit", "date", "picture"):
+        assert result[origin]
