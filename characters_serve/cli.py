@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -79,18 +78,18 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
     def on_ready(_details: dict[str, str]) -> None:
         if not announced:
             announced.append(url)
-            print(f"\nOpen {url}\n", flush=True)
+            _say(f"\nOpen {url}\n")
 
     app = create_app(config, on_ready=on_ready)
     if not _is_local(server_config.host):
-        if not os.environ.get(server_config.api_key_env):
+        if not server_config.has_key:
             log.warning(
                 "anyone who reaches %s can start a session; set %s to require a key",
                 url,
                 server_config.api_key_env,
             )
         log.info("browsers give a microphone to https and localhost pages only")
-    print(f"Starting {config.model.name}; the page at {url} already loads.", flush=True)
+    _say(f"Starting {config.model.name}; the page at {url} already loads.")
     server = DrainingServer(
         uvicorn.Config(
             app,
@@ -115,7 +114,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
 
 def check_exposure(server: ServerConfig) -> None:
     """Whoever reaches a server without a key can use its processors and its chat account."""
-    if _is_local(server.host) or server.allow_keyless or os.environ.get(server.api_key_env):
+    if _is_local(server.host) or server.allow_keyless or server.has_key:
         return
     raise ConfigError(
         f"server.host: {server.host} can be reached from other machines, and {server.api_key_env} "
@@ -230,9 +229,13 @@ def embed_text(config: Config, options: argparse.Namespace) -> int:
 
 
 def bench(_config: Config, options: argparse.Namespace) -> int:
-    from characters_serve.bench import turns
+    if options.what == "turns":
+        from characters_serve.bench import turns
 
-    return turns.main(options.arguments)
+        return turns.main(options.arguments)
+    from characters_serve.bench import waterfall
+
+    return waterfall.main(options.what, options.arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -301,13 +304,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
 
-    command = commands.add_parser("bench", help="time spoken turns through a real browser")
-    command.add_argument("what", choices=("turns",))
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench turns --help")
-    command.set_defaults(command=bench, config=None, set=None, log_level="info")
-
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)
+
+    command = commands.add_parser("bench", help="time spoken turns, or the step and its kernels")
+    command.add_argument("what", choices=("turns", "step", "waterfall", "kernels"))
+    command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench WHAT --help")
+    command.set_defaults(command=bench, config=None, set=None, log_level="info")
     return parser
 
 
@@ -332,6 +335,12 @@ def _url(host: str, port: int) -> str:
 
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _say(words: str) -> None:
+    """A terminal that was closed, or a full disk behind it, ends no server."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
 
 
 def _fail(message: str, code: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from characters_serve.fleet.layout import CannotPlace, GroupShape, place_all, uniform_host
+from characters_serve.model.shard import deal
 
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -302,7 +304,13 @@ class Optimizations(Frozen):
 
     write_time_rope: bool = True
     ring_cache: bool = True
+    fp8_gemm: bool = False
+    fp8_kv_cache: bool = False
+    fused_pre_attention: bool = False
+    fused_norm_quant: bool = False
     precomputed_modulation: bool = True
+    compile: bool = False
+    cuda_graphs: bool = False
     dedicated_decoder: bool = True
 
     @model_validator(mode="after")
@@ -311,6 +319,16 @@ class Optimizations(Frozen):
             raise ValueError(
                 "ring_cache needs write_time_rope: once the ring wraps, slot order is no longer "
                 "time order, so keys rotated by slot at read time get wrong positions"
+            )
+        if self.fused_pre_attention and not self.ring_cache:
+            raise ValueError(
+                "fused_pre_attention needs ring_cache: its kernel writes rotated keys straight "
+                "into the ring's slots"
+            )
+        if self.cuda_graphs and not self.fused_pre_attention:
+            raise ValueError(
+                "cuda_graphs needs fused_pre_attention: only there the ring slot and the positions "
+                "live on the device, so that one captured step serves every step"
             )
         return self
 
@@ -330,9 +348,11 @@ class EngineConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     tensor_parallel: Positive = Field(1, description="ranks of a group, each on its own GPU")
+    rank_timeout_s: Seconds = Field(30.0, description="a rank that waits longer ends the group")
     rank_threads: Positive = 1
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
+    stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
     pattern: PatternConfig = PatternConfig()
 
@@ -390,6 +410,15 @@ class ChatConfig(Frozen):
     model: str = "gpt-4o-mini"
     api_key_env: str = "OPENAI_API_KEY"
     timeout_s: Seconds = 10.0
+    filler_after_s: float = Field(1.5, ge=0, description="says a word while it waits; 0: never")
+
+
+class ToolConfig(Frozen):
+    """A function that the client runs for the agent. parameters: their JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class RealtimeConfig(Frozen):
@@ -400,6 +429,7 @@ class RealtimeConfig(Frozen):
     voice: str = "marin"
     transcription_model: str = "gpt-4o-mini-transcribe"
     api_key_env: str = "OPENAI_API_KEY"
+    tools: tuple[ToolConfig, ...] = Field((), description="functions that the client runs")
     connect_timeout_s: Seconds = 10.0
     reconnects: int = Field(6, ge=0, description="attempts in a row before it is given up")
 
@@ -408,6 +438,7 @@ class AgentConfig(Frozen):
     kind: Literal["local", "external", "openai_realtime", "none"] = "local"
     recogniser: Literal["auto", "whisper", "pocketsphinx"] = "auto"
     whisper_model: str | None = Field(None, description="folder of a CTranslate2 whisper model")
+    voice: str = Field("heart", description="heart, piper, or a Piper voice file")
     language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
     realtime: RealtimeConfig = RealtimeConfig()
@@ -423,22 +454,39 @@ class AgentConfig(Frozen):
         return self
 
 
+class ApiKey(Frozen):
+    """A server key by the SHA-256 of its text, so that what is written here opens nothing."""
+
+    name: str = Field(pattern=r"^[a-z0-9-]{1,32}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    sessions_per_minute: Positive = 60
+    max_sessions: Positive | None = Field(None, description="at the same time")
+
+
 class ServerConfig(Frozen):
     host: str = "127.0.0.1"
     port: int = Field(8080, ge=0, le=65_535)
-    api_key_env: str = Field("CHARACTERS_API_KEY", description="if set, making sessions needs it")
+    api_key_env: str = Field("CHARACTERS_API_KEY", description="a server key, or sha256: and its")
+    api_keys: tuple[ApiKey, ...] = ()
     allow_keyless: bool = Field(False, description="listen beyond this machine without a key")
     allowed_origins: tuple[str, ...] = ()
     turn_urls: tuple[str, ...] = Field((), description="relays for browsers that need one")
     turn_secret_env: str = "CHARACTERS_TURN_SECRET"
-    client_secret_ttl_s: Seconds = 120.0
-    sessions_per_minute: Positive = Field(60, description="for each client address")
+    client_secret_ttl_s: Seconds = Field(120.0, description="from creation to connection")
+    sessions_per_minute: Positive = Field(60, description="for each client address without a key")
+    requests_per_minute: Positive = Field(1200, description="for each client address")
     queue_size: int = Field(0, ge=0, description="who may wait while all groups are taken")
     queue_timeout_s: Seconds = Field(300.0, description="the longest that anyone waits in it")
     max_image_bytes: Positive = 10 * 1024 * 1024
     run_dir: str | None = Field(None, description="folder of the groups' sockets; else temporary")
     drain_s: float = Field(30.0, ge=0, description="what live sessions get when the server leaves")
     log_format: Literal["text", "json"] = "text"
+    trace_dir: str | None = Field(None, description="folder for a trace of each session's chunks")
+
+    @property
+    def has_key(self) -> bool:
+        """Whether making sessions needs a server key."""
+        return bool(self.api_keys or os.environ.get(self.api_key_env))
 
     @field_validator("turn_urls")
     @classmethod
@@ -500,8 +548,19 @@ class Config(Frozen):
                 raise ValueError(f"fleet.groups: {error}") from None
         return self
 
+    def _check_open_family(self) -> None:
+        """What is written for the project's own layout alone is refused, not left out."""
+        only_own = ("fp8_gemm", "fp8_kv_cache", "fused_pre_attention", "fused_norm_quant")
+        for flag in (*only_own, "compile", "cuda_graphs"):
+            if getattr(self.optimizations, flag):
+                raise ValueError(f"optimizations.{flag} does not serve family {self.model.family}")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(f"family {self.model.family} runs on one rank: tensor_parallel 1")
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
+        if self.model.family != "characters":
+            self._check_open_family()
         passes, degraded = len(self.model.noise_levels), self.engine.degraded_passes
         if self.model.cache_policy == "per_pass" and degraded != passes:
             raise ValueError(
@@ -513,6 +572,12 @@ class Config(Frozen):
                 f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
                 "begins at the first noise level and is remembered at the last"
             )
+        try:
+            deal(self.model, self.engine.tensor_parallel)
+        except ValueError as error:
+            raise ValueError(f"engine.tensor_parallel: {error}") from error
+        if self.optimizations.cuda_graphs and self.engine.device != "cuda":
+            raise ValueError("optimizations.cuda_graphs needs engine.device cuda")
         return self
 
 

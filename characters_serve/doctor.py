@@ -19,6 +19,8 @@ from characters_serve.config import AgentConfig, Config, ServerConfig
 
 # The embedded character and its session take about 1.2 GB.
 _ENOUGH_MEMORY = 2 * 1024**3
+# The rest of a GPU is for activations, communication and the CUDA context.
+_USABLE_SHARE = 0.85
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16")
 # CUdevice_attribute of cuda.h
 _MULTICAST_SUPPORTED = 132
@@ -44,11 +46,13 @@ def examine(config: Config) -> list[Finding]:
         Finding("voice for training", _espeak()),
         _listener(config.agent),
         _end_of_turn(config.agent),
+        _voice(config.agent),
         _replies(config.agent),
         _port(config.server),
         _sessions_key(config.server),
         _weights(config),
         *_open_model(config),
+        *_placement(config),
         _verdict(config),
     ]
 
@@ -95,6 +99,53 @@ def _gpus() -> list[Finding]:
         memory = f"{properties.total_memory / 1024**3:.0f} GiB"
         found.append(Finding(f"gpu {index}", f"{properties.name}, {memory}"))
     return found
+
+
+def rank_gib(config: Config, ranks: int) -> tuple[float, float]:
+    """GiB of weights and of cache on each of so many ranks, in bf16."""
+    from characters_serve.model.dit import CharacterDiT
+
+    model = config.model
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in CharacterDiT(model).parameters())
+    caches = model.num_caches * model.num_blocks
+    elements = 2 * caches * model.cache_slots * model.num_heads * model.head_dim
+    return 2 * parameters / ranks / 1024**3, 2 * elements / ranks / 1024**3
+
+
+def placement(config: Config, gpus_gib: list[float]) -> Finding:
+    """Whether a group fits the GPUs here, and if not, with which changes one would."""
+    shape, model = config.group_shape, config.model
+    weights, cache = rank_gib(config, 1)
+    per_rank = (weights + cache) / shape.ranks
+    words = (
+        f"a group is {shape}; each rank holds {weights / shape.ranks:.1f} GiB of weights "
+        f"and {cache / shape.ranks:.1f} GiB of cache"
+    )
+    room = min(gpus_gib, default=0.0) * _USABLE_SHARE
+    if len(gpus_gib) >= shape.gpus and per_rank <= room:
+        return Finding("gpu placement", words)
+    here = f"{len(gpus_gib)} GPUs of {min(gpus_gib, default=0.0):.0f} GiB" if gpus_gib else "no GPU"
+    for ranks in range(len(gpus_gib), 0, -1):
+        decoder = ranks < len(gpus_gib)
+        if model.num_heads % ranks == 0 and (weights + cache) / ranks <= room:
+            change = [f"engine.tensor_parallel={ranks}"]
+            change += [] if decoder else ["optimizations.dedicated_decoder=false"]
+            lost = "longer steps" if decoder else "longer steps, and decoding after each of them"
+            words += f"; here is {here}: with {' '.join(change)} it fits, at the price of {lost}"
+            return Finding("gpu placement", words, False)
+    return Finding("gpu placement", f"{words}; here is {here}: no split of it fits", False)
+
+
+def _placement(config: Config) -> list[Finding]:
+    """Nothing to say of what runs on a CPU."""
+    if config.engine.kind == "pattern" or config.engine.device == "cpu":
+        return []
+    if config.engine.device == "auto" and not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    totals = [torch.cuda.get_device_properties(i).total_memory / 1024**3 for i in range(count)]
+    return [placement(config, totals)]
 
 
 def _flash_attention() -> str:
@@ -174,6 +225,21 @@ def _end_of_turn(agent: AgentConfig) -> Finding:
     return Finding(subject, words, agent.end_of_turn != "melody")
 
 
+def _voice(agent: AgentConfig) -> Finding:
+    if agent.kind != "local":
+        return Finding("voice", f"not made here (agent.kind is {agent.kind})")
+    from characters_serve.agent.voice import missing_for
+
+    missing = missing_for(agent.voice)
+    if missing:
+        return Finding("voice", f"{agent.voice} cannot speak: {missing}", False)
+    if agent.voice == "heart":
+        english = agent.language == "en"
+        words = "hibari-tts 'heart', which speaks English"
+        return Finding("voice", words if english else f"{words} only", english)
+    return Finding("voice", f"{agent.voice}, by Piper")
+
+
 def _replies(agent: AgentConfig) -> Finding:
     if agent.kind == "openai_realtime":
         keyed = bool(os.environ.get(agent.realtime.api_key_env))
@@ -182,7 +248,9 @@ def _replies(agent: AgentConfig) -> Finding:
     if agent.kind != "local":
         return Finding("replies", f"not made here (agent.kind is {agent.kind})")
     if agent.chat.base_url is None:
-        return Finding("replies", "the character's script, on this machine")
+        words = "the character's script, on this machine"
+        english = agent.language == "en"
+        return Finding("replies", words if english else f"{words}, in English only", english)
     keyed = bool(os.environ.get(agent.chat.api_key_env))
     key = "with" if keyed else "without"
     return Finding("replies", f"{agent.chat.model} at {agent.chat.base_url}, {key} a key")
@@ -199,8 +267,8 @@ def _port(server: ServerConfig) -> Finding:
 
 
 def _sessions_key(server: ServerConfig) -> Finding:
-    if os.environ.get(server.api_key_env):
-        return Finding("server key", f"{server.api_key_env} is set: creating a session needs it")
+    if server.has_key:
+        return Finding("server key", "there is one: creating a session needs it")
     local = server.host in ("localhost", "::1") or server.host.startswith("127.")
     if local or server.allow_keyless:
         words = f"{server.api_key_env} is not set: who reaches the address may create sessions"
@@ -289,8 +357,10 @@ def _verdict(config: Config) -> Finding:
     if config.engine.kind == "pattern":
         return Finding("will run", f"test pattern, {picture}")
     try:
-        device, dtype = choose_device(config.engine)
+        device, dtype = choose_device(config.engine, config.engine.tensor_parallel - 1)
     except ValueError as error:
         return Finding("will run", f"nothing: {error}", False)
     number = str(dtype).removeprefix("torch.")
-    return Finding("will run", f"{model.name}, {picture}, on {device.type} in {number}")
+    where = f"on {device.type} in {number}"
+    words = f"{model.name}, {picture}, {where}; how fast, serve measures before it is ready"
+    return Finding("will run", words)

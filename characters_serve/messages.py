@@ -271,12 +271,16 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class LatentChunk:
-    """Rank to decoder. latent: video_tokens x token_channels float32."""
+    """Rank to decoder. latent: video_tokens x token_channels float32.
+
+    step_began_s: CLOCK_MONOTONIC of the machine, here and in VideoChunk; 0 where it is not known.
+    """
 
     step: StepInput
     latent: bytes
     passes: int
     step_ms: float
+    step_began_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +298,8 @@ class VideoChunk:
     passes: int
     step_ms: float
     decode_ms: float
+    step_began_s: float = 0.0
+    decode_began_s: float = 0.0
 
 
 # ---------------------------------------------------------------- session host <-> agent worker
@@ -409,6 +415,25 @@ class AgentError:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Agent to host: the client should run a function. arguments: JSON."""
+
+    session_id: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """Host to agent: what the client's function returned, as JSON."""
+
+    session_id: str
+    call_id: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
 class AgentClear:
     """Agent to host: stop the voice and drop all that was sent."""
 
@@ -475,6 +500,8 @@ Message = (
     | UserText
     | TurnTiming
     | AgentError
+    | ToolCall
+    | ToolResult
     | AgentClear
     | AgentMark
     | MarkReached

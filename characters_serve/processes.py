@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -68,7 +67,7 @@ class ChildProcess:
         self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._acknowledged = asyncio.Event()
         self._stopping = False
-        self._last_heard_s = time.monotonic()
+        self._unanswered = 0
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -131,7 +130,7 @@ class ChildProcess:
     async def _receive(self) -> None:
         while True:
             message = await self._channel.recv()
-            self._last_heard_s = time.monotonic()
+            self._unanswered = 0
             match message:
                 case Ready():
                     if not self._ready.done():
@@ -162,18 +161,20 @@ class ChildProcess:
             await self._on_exit(reason)
 
     async def _ping(self) -> None:
+        """Silence is counted in pings: a parent that was itself stopped accuses no child."""
         sequence = 0
-        self._last_heard_s = time.monotonic()
+        self._unanswered = 0
         while True:
             await asyncio.sleep(self._ping_interval_s)
-            sequence += 1
-            await self._channel.send(Ping(sequence))
-            silent_s = time.monotonic() - self._last_heard_s
-            if silent_s > self._ping_timeout_s and not self._stopping:
+            silent_s = self._unanswered * self._ping_interval_s
+            if silent_s >= self._ping_timeout_s and not self._stopping:
                 log.error("%s has not answered for %.1f s; killing it", self.name, silent_s)
                 if self._process is not None and self._process.returncode is None:
                     self._process.kill()  # _watch_exit reports it
                 return
+            sequence += 1
+            self._unanswered += 1
+            await self._channel.send(Ping(sequence))
 
 
 def _prepare_child(nice: int) -> None:

@@ -58,6 +58,12 @@ class RealtimeServer:
     async def error(self, code: str) -> None:
         await self.send("error", error={"type": "invalid_request_error", "code": code})
 
+    async def call(self, response_id: str, call_id: str, name: str, arguments: str) -> None:
+        item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+        kind = "response.function_call_arguments.done"
+        await self.send(kind, response_id=response_id, call_id=call_id, arguments=arguments)
+        await self.send("response.output_item.done", response_id=response_id, item=item)
+
     def begin_response(self) -> None:
         self._response = asyncio.create_task(self._respond(f"r{next(self._numbers)}"))
 

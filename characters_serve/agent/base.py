@@ -16,12 +16,23 @@ from characters_serve.messages import (
     AgentMark,
     AgentStarted,
     Playback,
+    ToolCall,
+    ToolResult,
     Transcript,
     TurnTiming,
     UserSpeech,
 )
 
-AgentEvent = UserSpeech | AgentAudio | Transcript | TurnTiming | AgentError | AgentClear | AgentMark
+AgentEvent = (
+    UserSpeech
+    | AgentAudio
+    | Transcript
+    | TurnTiming
+    | AgentError
+    | AgentClear
+    | AgentMark
+    | ToolCall
+)
 
 Emit = Callable[[AgentEvent], None]
 """Takes an event at once and in order; it must not block and must not call the agent back."""
@@ -56,6 +67,10 @@ class Agent(Protocol):
 
     def playback(self, report: Playback) -> None:
         """What the user really heard; the conversation's memory keeps no more than that."""
+        ...
+
+    def tool_result(self, result: ToolResult) -> None:
+        """What a function of the client returned; nothing to an agent that has not called it."""
         ...
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from characters_serve.messages import (
     AgentMark,
     AgentStarted,
     Playback,
+    ToolResult,
     UserSpeech,
 )
 
@@ -234,6 +235,9 @@ class ExternalAgent:
 
     def mark_reached(self, name: str) -> None:
         self._tell("mark", name=name)
+
+    def tool_result(self, result: ToolResult) -> None:
+        """Its functions are its own business."""
 
     async def close(self) -> None:
         """Nothing is emitted afterwards."""

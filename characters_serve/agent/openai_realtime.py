@@ -36,6 +36,8 @@ from characters_serve.messages import (
     AgentStart,
     AgentStarted,
     Playback,
+    ToolCall,
+    ToolResult,
     Transcript,
     TurnTiming,
     UserSpeech,
@@ -112,6 +114,7 @@ class RealtimeAgent:
         self._last_id = 0
         self._heard: dict[str, str] = {}
         self._speech_end_s: float | None = None
+        self._calls: set[str] = set()
         if start.greet and start.persona.greeting:
             self._wanted.append(_verbatim(start.persona.greeting))
 
@@ -148,6 +151,11 @@ class RealtimeAgent:
                 self._drop(reply)
         if thought <= utterance_id:
             self._wanted.clear()
+
+    def tool_result(self, result: ToolResult) -> None:
+        if result.call_id in self._calls:
+            self._calls.discard(result.call_id)
+            self._returned(result.call_id, result.result)
 
     def playback(self, report: Playback) -> None:
         reply = self._playing.get(report.utterance_id)
@@ -241,6 +249,7 @@ class RealtimeAgent:
             "type": "realtime",
             "instructions": self._instructions,
             "output_modalities": ["audio"],
+            "tools": [{"type": "function", **tool.model_dump()} for tool in self._config.tools],
             "audio": {
                 "input": {
                     "format": pcm,
@@ -262,6 +271,7 @@ class RealtimeAgent:
             self._finish(response_id)
         self._active = False
         self._heard.clear()
+        self._calls.clear()
 
     # ------------------------------------------------------------ the API's events
 
@@ -331,15 +341,23 @@ class RealtimeAgent:
                 reply.text = event["transcript"]
                 reply.captions += reply.splitter.flush()
                 self._written(reply)
-            case "function_call_arguments.done":
-                refusal = json.dumps({"error": "this character has no tools"})
-                item = {
-                    "type": "function_call_output",
-                    "call_id": event["call_id"],
-                    "output": refusal,
-                }
-                self._send("conversation.item.create", item=item)
-                self._want({"type": "response.create"})
+            case "output_item.done" if event["item"].get("type") == "function_call":
+                self._call(event["item"])
+
+    def _call(self, item: Event) -> None:
+        """A function of the client's, which answers with tool_result."""
+        call_id, name, arguments = item["call_id"], item["name"], item["arguments"]
+        json.loads(arguments)
+        if name not in (tool.name for tool in self._config.tools):
+            self._returned(call_id, json.dumps({"error": "there is no such function"}))
+            return
+        self._calls.add(call_id)
+        self._emit(ToolCall(self.session_id, call_id, name, arguments))
+
+    def _returned(self, call_id: str, output: str) -> None:
+        item = {"type": "function_call_output", "call_id": call_id, "output": output}
+        self._send("conversation.item.create", item=item)
+        self._want({"type": "response.create"})
 
     def _sound(self, reply: _Reply, event: Event) -> None:
         pcm = reply.reader.read(base64.b64decode(event["delta"], validate=True))

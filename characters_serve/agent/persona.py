@@ -109,6 +109,10 @@ class ScriptedPersona:
         """For speech in which no word was recognised."""
         return self._say("pardon")
 
+    def filler(self) -> str:
+        """Said while a reply takes its time."""
+        return self._say("filler")
+
     def apology(self) -> str:
         """For a reply that failed on our side."""
         return self._say("apology")

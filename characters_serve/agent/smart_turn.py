@@ -62,7 +62,8 @@ def log_mel(samples: NDArray[np.float64]) -> NDArray[np.float64]:
     hann = np.hanning(_N_FFT + 1)[:-1]
     power = np.abs(np.fft.rfft(frames * hann)) ** 2
     mels = np.log10(np.maximum(power @ _MEL_FILTERS, 1e-10)).T
-    return (np.maximum(mels, mels.max() - 8.0) + 4.0) / 4.0
+    scaled: NDArray[np.float64] = (np.maximum(mels, mels.max() - 8.0) + 4.0) / 4.0
+    return scaled
 
 
 def mel_filters() -> NDArray[np.float64]:
@@ -76,7 +77,8 @@ def mel_filters() -> NDArray[np.float64]:
     bins = np.linspace(0.0, RATE / 2, _N_FFT // 2 + 1)[:, None]
     low, middle, high = edges[:-2], edges[1:-1], edges[2:]
     rise, fall = (bins - low) / (middle - low), (high - bins) / (high - middle)
-    return np.maximum(0.0, np.minimum(rise, fall)) * 2.0 / (high - low)
+    filters: NDArray[np.float64] = np.maximum(0.0, np.minimum(rise, fall)) * 2.0 / (high - low)
+    return filters
 
 
 _MEL_FILTERS: Final = mel_filters()

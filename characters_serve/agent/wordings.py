@@ -95,6 +95,7 @@ WORDINGS: dict[str, tuple[str, ...]] = {
         "Sorry, I missed that. Once more, please?",
         "I heard you, but not the words. Could you repeat it?",
     ),
+    "filler": ("Let me think.", "Hmm, one moment.", "Well, let me see."),
     "apology": (
         "I am sorry, I lost my train of thought. Could you ask me again?",
         "Oh, my mind went blank just now. Please ask me again.",

@@ -26,6 +26,7 @@ from characters_serve.messages import (
     AgentStart,
     Message,
     Playback,
+    ToolResult,
     UserAudio,
     UserText,
 )
@@ -84,6 +85,8 @@ class Worker:
                 self._agent.say(text)
             case UserText(text=text):
                 self._agent.read(text)
+            case ToolResult():
+                self._agent.tool_result(message)
             case AgentEnd():
                 await self._end()
             case _:
@@ -125,6 +128,9 @@ async def serve(group_dir: Path) -> int:
         config = everything.agent
         models: LocalModels | None = None
         if config.kind == "openai_realtime":
+            # Before Ready: in a session's start it cost a busy machine seconds without an answer.
+            import characters_serve.agent.openai_realtime  # noqa: F401
+
             details = dict.fromkeys(("listener", "voice"), config.realtime.model)
         else:
             from characters_serve.agent.local import load_models

@@ -1,9 +1,11 @@
-"""Which code a measurement was made of. Knows nothing of what was measured."""
+"""Which code and device a measurement was made of. Knows nothing of what was measured."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+
+import torch
 
 
 def commit() -> str:
@@ -13,3 +15,10 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -300,6 +300,7 @@ class Viewer:
             headers={"Content-Type": "application/sdp", **self._headers},
         )
         answered.raise_for_status()
+        self._headers = {"Authorization": f"Bearer {answered.headers['Resume-Token']}"}
         sdp = answered.text
         if self._rewrite_answer:
             sdp = await self._rewrite_answer(sdp)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from characters_serve.bench.origin import commit
+from characters_serve.bench.origin import commit, device_name
 from characters_serve.config import Config, load_config
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
@@ -94,13 +94,6 @@ def _time(call: Callable[[], object], num_calls: int) -> list[float]:
         call()
         times_ms.append((time.perf_counter() - started_s) * 1000)
     return times_ms[_WARM_UP:]
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def main() -> int:

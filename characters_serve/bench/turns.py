@@ -36,8 +36,7 @@ import numpy as np
 import psutil
 import torch
 
-from characters_serve.bench.origin import commit
-from characters_serve.bench.step import device_name
+from characters_serve.bench.origin import commit, device_name
 
 QUESTIONS: Final = (
     "What is your name?",
@@ -83,18 +82,21 @@ WATCH_JS: Final = """
   window.RTCPeerConnection = class extends Peer {
     constructor(...options) {
       super(...options);
-      setInterval(() => {
-        for (const receiver of this.getReceivers()) {
-          if (receiver.track.kind !== "audio") continue;
-          for (const { audioLevel, timestamp } of receiver.getSynchronizationSources()) {
-            if (audioLevel === undefined || audioLevel < 0.01) continue;
-            const atMs = timestamp - performance.timeOrigin;
-            const last = watch.sounds.at(-1);
-            if (last && atMs - last[1] < 400) last[1] = atMs;
-            else watch.sounds.push([atMs, atMs]);
-          }
-        }
-      }, 10);
+      this.addEventListener("track", ({ track }) => {
+        if (track.kind !== "audio") return;
+        const context = new AudioContext();
+        const analyser = new AnalyserNode(context, { fftSize: 512 });
+        context.createMediaStreamSource(new MediaStream([track])).connect(analyser);
+        const samples = new Float32Array(analyser.fftSize);
+        setInterval(() => {
+          analyser.getFloatTimeDomainData(samples);
+          if (samples.every((sample) => Math.abs(sample) < 0.01)) return;
+          const atMs = performance.now();
+          const last = watch.sounds.at(-1);
+          if (last && atMs - last[1] < 400) last[1] = atMs;
+          else watch.sounds.push([atMs, atMs]);
+        }, 10);
+      });
     }
     createDataChannel(label, options) {
       const channel = super.createDataChannel(label, options);
@@ -114,19 +116,17 @@ WATCH_JS: Final = """
 """
 # Published medians, in seconds: the agent's share, the pipeline's, the delivery's, and the rest.
 REPORT_S: Final = {"agent": 1.42, "pipeline": 0.49, "delivery": 0.19, "other": 0.03}
-# Who spends the time up to each stage.
+# Who spends the time up to each stage, and what on.
 SHARES: Final = {
-    "end_of_turn": "agent",
-    "transcript": "agent",
-    "reply": "agent",
-    "first_audio": "agent",
-    "generated": "pipeline",
-    "frames": "pipeline",
-    "voice": "pipeline",
-    "heard": "delivery",
+    "end_of_turn": ("agent", "pause"),
+    "transcript": ("agent", "words"),
+    "reply": ("agent", "reply"),
+    "first_audio": ("agent", "voice"),
+    "generated": ("pipeline", "step"),
+    "frames": ("pipeline", "decode"),
+    "voice": ("pipeline", "buffer"),
+    "heard": ("delivery", "delivery"),
 }
-
-
 PART: Final = "part_"
 INK: Final = "#1b1c20"
 COLOURS: Final = {
@@ -257,7 +257,7 @@ def barge_in_ms(watched: dict[str, Any], begins_s: float) -> float | None:
     began_ms = watched["micAtMs"] + 1000 * begins_s
     for first_ms, last_ms in watched["sounds"]:
         if first_ms < began_ms < last_ms:
-            return round(last_ms - began_ms, 1)
+            return round(float(last_ms - began_ms), 1)
     return None
 
 
@@ -350,8 +350,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from PIL import Image, ImageDraw, ImageFont
 
     ours = [
-        (owner, stage, result["stages_ms"][f"{PART}{stage}"]["median"] / 1000)
-        for stage, owner in SHARES.items()
+        (owner, label, result["stages_ms"][f"{PART}{stage}"]["median"] / 1000)
+        for stage, (owner, label) in SHARES.items()
         if f"{PART}{stage}" in result["stages_ms"]
     ]
     theirs = [(owner, owner, value_s) for owner, value_s in REPORT_S.items()]

@@ -18,7 +18,7 @@ from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
-from characters_serve.engine.device import choose_device
+from characters_serve.engine.device import choose_device, decoder_gpu
 from characters_serve.engine.i420 import rgb_to_i420
 from characters_serve.engine.latent_link import LatentReceiver
 from characters_serve.engine.reference_image import image_tensor
@@ -111,15 +111,22 @@ class InRankDecoder:
         frames = self._decoder.decode(latent)
         decode_ms = (time.perf_counter() - decoding_s) * 1000
         step_ms = (decoding_s - started_s) * 1000
-        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms))
+        began_s = (started_s, decoding_s)
+        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms, began_s))
 
     def reset(self) -> None:
         self._decoder.reset()
 
 
 def video_chunk(
-    step: StepInput, frames_i420: list[bytes], passes: int, step_ms: float, decode_ms: float
+    step: StepInput,
+    frames_i420: list[bytes],
+    passes: int,
+    step_ms: float,
+    decode_ms: float,
+    began_s: tuple[float, float],
 ) -> VideoChunk:
+    """began_s: of the step and of the decoding."""
     return VideoChunk(
         session_id=step.session_id,
         epoch=step.epoch,
@@ -132,12 +139,14 @@ def video_chunk(
         passes=passes,
         step_ms=step_ms,
         decode_ms=decode_ms,
+        step_began_s=began_s[0],
+        decode_began_s=began_s[1],
     )
 
 
 def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     torch.set_num_threads(config.engine.decoder_threads)
-    device, dtype = choose_device(config.engine)
+    device, dtype = choose_device(config.engine, decoder_gpu(config.engine))
     decoder = ChunkDecoder(config.model, device, dtype)
     warm_ms = decoder.warm_up()
     latents = LatentReceiver(group_dir, config.model, device)
@@ -159,8 +168,11 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 started_s = time.perf_counter()
                 frames = decoder.decode(latents.latent(message))
                 decode_ms = (time.perf_counter() - started_s) * 1000
+                began_s = (message.step_began_s, started_s)
                 chunks.send(
-                    video_chunk(message.step, frames, message.passes, message.step_ms, decode_ms)
+                    video_chunk(
+                        message.step, frames, message.passes, message.step_ms, decode_ms, began_s
+                    )
                 )
             case LatentChunk():
                 dropped += 1

@@ -7,13 +7,20 @@ the session's prefix. Knows nothing of processes or pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from characters_kernels.saturation import SaturationMonitor
 from characters_serve.config import ModelConfig, Optimizations
-from characters_serve.model.kv_cache import KVCache, make_cache
+from characters_serve.engine.step_graph import StepGraph
+from characters_serve.model.dit import CharacterDiT, StepCondition
+from characters_serve.model.fp8 import calibrating, convert_projections
+from characters_serve.model.kv_cache import FusedRingCache, KVCache, make_cache
+from characters_serve.model.shard import narrow
+from characters_serve.model.steady import SteadyPass
 
 
 class Generator(Protocol):
@@ -48,7 +55,10 @@ class Generator(Protocol):
 
 class Denoiser:
     """batch: how many sessions roll in step with each other; serving uses one. prompt: of sessions
-    that start without one."""
+    that start without one.
+
+    With `fp8_gemm` the model's projections are converted in place and stay so.
+    """
 
     def __init__(
         self,
@@ -59,19 +69,45 @@ class Denoiser:
         batch: int = 1,
         prompt: Tensor | None = None,
     ) -> None:
+        if batch != 1 and optimizations.fused_norm_quant:
+            raise ValueError("fused_norm_quant serves one session: its batch must be 1")
         weight = next(iter(model.parameters()))
         self._model = model
         self._config = config
         self._batch = batch
-        self._device = weight.device
+        self._device, self._dtype = weight.device, weight.dtype
+        self._monitor = SaturationMonitor(self._device)
+        saturated = self._monitor.counter
+        cached = config
+        if isinstance(model, CharacterDiT):
+            cached = narrow(config, model.shard)
+            if optimizations.fp8_gemm:
+                convert_projections(model, saturated)
         self._cache = make_cache(
-            config, optimizations, batch=batch, device=self._device, dtype=weight.dtype
+            cached,
+            optimizations,
+            batch=batch,
+            device=self._device,
+            dtype=self._dtype,
+            saturated=saturated,
+        )
+        self._pass = (
+            SteadyPass(model, optimizations, self._cache, saturated)
+            if isinstance(model, CharacterDiT)
+            else None
         )
         self._kept: dict[float, Any] | None = {} if optimizations.precomputed_modulation else None
         self._prompt = prompt
         self._session: Any = None
         self._chunks = 0
         self._generator = torch.Generator(device=self._device)
+        self._graph = self._make_graph() if optimizations.cuda_graphs else None
+        self.eager_steps = 0
+
+    @property
+    def saturated(self) -> int:
+        """Values of the session that did not fit their FP8 scale, as far as the host has heard."""
+        return self._monitor.read()
 
     @torch.no_grad()
     def start(self, image: Tensor, seed: int, prompt: Tensor | None = None) -> None:
@@ -81,7 +117,12 @@ class Denoiser:
             image = image.permute(2, 0, 1)[None] / 255
         self._generator.manual_seed(seed)
         prompt = self._prompt if prompt is None else prompt
-        self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
+        model = self._model
+        with calibrating(model) if isinstance(model, CharacterDiT) else nullcontext():
+            self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
+        if self._graph is not None and isinstance(self._cache, FusedRingCache):
+            self._graph.capture(self._cache.prefix_length, self._cache.as_if_full())
+            self._monitor.reset()
 
     @torch.no_grad()
     def step(self, audio_window: Tensor, controls: Tensor, passes: int) -> Tensor:
@@ -94,20 +135,14 @@ class Denoiser:
         """condition: of the model; noise: (B, V, C), drawn if None -> (B, V, C) float32."""
         if noise is None:
             noise = self._draw()
-        levels = self._levels(passes)
         self._cache.begin_step()
+        if self._graph is not None and self._is_steady(passes):
+            clean = self._graph(noise, condition)
+        else:
+            self.eager_steps += 1
+            clean = self._denoise(noise, condition, passes)
         self._chunks += 1
-        noisy = noise * levels[0][1]
-        following = [level for _, level in levels[1:]]
-        for (index, level), next_level in zip(levels, [*following, None], strict=True):
-            modulation = self._modulation(level)
-            clean = self._model(noisy, modulation, condition, self._cache, index).float()
-            if next_level is not None:
-                if self._config.redraw_noise:
-                    noise = self._draw()
-                noisy = self._model.renoise(clean, noisy, noise, level, next_level)
-        if self._config.cache_policy == "clean_pass":
-            self._model(clean, self._modulation(0.0), condition, self._cache, 0)
+        self._monitor.request()
         return clean
 
     def reset(self) -> None:
@@ -115,10 +150,51 @@ class Denoiser:
         self._cache.clear()
         self._chunks = 0
         self._session = None
+        self._monitor.reset()
+        self.eager_steps = 0
 
     def _draw(self) -> Tensor:
         shape = (self._batch, self._config.video_tokens, self._config.token_channels)
         return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def _denoise(self, noise: Tensor, condition: Any, passes: int) -> Tensor:
+        levels = self._levels(passes)
+        noisy = noise * levels[0][1]
+        following = [level for _, level in levels[1:]]
+        for (index, level), next_level in zip(levels, [*following, None], strict=True):
+            clean = self._run_pass(noisy, level, condition, index)
+            if next_level is not None:
+                if self._config.redraw_noise:
+                    noise = self._draw()
+                noisy = self._model.renoise(clean, noisy, noise, level, next_level)
+        if self._config.cache_policy == "clean_pass":
+            self._run_pass(clean, 0.0, condition, 0)
+        return clean
+
+    def _run_pass(self, noisy: Tensor, level: float, condition: Any, index: int) -> Tensor:
+        modulation = self._modulation(level)
+        if self._pass is not None:
+            return self._pass(noisy.to(self._dtype), modulation, condition, index).float()
+        return self._model(noisy, modulation, condition, self._cache, index).float()
+
+    def _is_steady(self, passes: int) -> bool:
+        """A full window and all passes: the one shape that is captured."""
+        full = isinstance(self._cache, FusedRingCache) and self._cache.is_full
+        return full and len(self._levels(passes)) == len(self._config.noise_levels)
+
+    @torch.no_grad()
+    def _make_graph(self) -> StepGraph:
+        config, passes = self._config, len(self._config.noise_levels)
+        noise = torch.zeros(
+            self._batch, config.video_tokens, config.token_channels, device=self._device
+        )
+        rows = 1 + config.audio_tokens + config.control_tokens
+        given = torch.zeros(self._batch, rows, config.dim, device=self._device, dtype=self._dtype)
+
+        def run(noise: Tensor, condition: StepCondition) -> Tensor:
+            return self._denoise(noise, condition, passes)
+
+        return StepGraph(run, noise, StepCondition(given[:, 1:], given[:, :1]))
 
     def _levels(self, passes: int) -> list[tuple[int, float]]:
         """(cache index, noise level) of each pass. Fewer passes keep the first and the last, so
@@ -143,4 +219,4 @@ class Denoiser:
         return self._kept[level]
 
     def _compute_modulation(self, level: float) -> Any:
-        return self._model.modulate(torch.tensor(level, device=self._device))
+        return self._model.modulate(torch.full((), level, device=self._device))

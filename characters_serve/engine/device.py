@@ -9,8 +9,10 @@ import torch
 from characters_serve.config import EngineConfig
 
 
-def choose_device(engine: EngineConfig) -> tuple[torch.device, torch.dtype]:
+def choose_device(engine: EngineConfig, gpu: int = 0) -> tuple[torch.device, torch.dtype]:
     """`auto` is bf16 where the hardware multiplies it: on GPUs, and on CPUs with AMX.
+
+    gpu: which one, in the order in which the process sees them; each rank has its own.
 
     On one Sapphire Rapids core the tiny model's step took 51 ms in bf16 and 75 in float32, its
     latents 0.6 % apart; decoding 44 and 61 ms (see ChunkDecoder). Without matrix units bf16 is
@@ -19,11 +21,20 @@ def choose_device(engine: EngineConfig) -> tuple[torch.device, torch.dtype]:
     if engine.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device is cuda, but torch sees no CUDA GPU")
     on_gpu = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if on_gpu else "cpu")
+    if on_gpu and gpu >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"engine.tensor_parallel: torch sees {count} GPUs, {gpu + 1} are needed")
+    device = torch.device("cuda", gpu) if on_gpu else torch.device("cpu")
     if engine.dtype == "auto":
         fast_bf16 = on_gpu or cpu_has_amx()
         return device, torch.bfloat16 if fast_bf16 else torch.float32
     return device, torch.float32 if engine.dtype == "float32" else torch.bfloat16
+
+
+def decoder_gpu(engine: EngineConfig) -> int:
+    """The first GPU after the ranks', so that decoding takes no time of theirs; where there is
+    none, the last rank's."""
+    return min(engine.tensor_parallel, max(torch.cuda.device_count() - 1, 0))
 
 
 def cpu_has_amx() -> bool:

@@ -16,9 +16,11 @@ from characters_serve.config import ModelConfig
 from characters_serve.engine.denoiser import Generator
 from characters_serve.model.decoders.latent_video import LatentVideoDecoder
 from characters_serve.model.decoders.stream import StreamState
+from characters_serve.model.linear import AllReduce, alone
 from characters_serve.model.open.causal_wan import CausalWan
 from characters_serve.model.open.live_avatar import EncodeStill, LiveAvatar, LiveAvatarGenerator
 from characters_serve.model.open.wav2vec2 import load_speech_features
+from characters_serve.model.shard import Shard
 from characters_serve.model.weights import (
     WeightsError,
     load_decoder,
@@ -28,11 +30,19 @@ from characters_serve.model.weights import (
 
 
 def load_family(
-    model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    shard: Shard | None = None,
+    all_reduce: AllReduce = alone,
 ) -> Generator:
     """The generator of `model.family`. Raises WeightsError."""
     if model.family == "characters":
-        return load_generator(model, device=device, dtype=dtype, seed=seed)
+        return load_generator(
+            model, device=device, dtype=dtype, seed=seed, shard=shard, all_reduce=all_reduce
+        )
     if model.family == "causal_wan":
         assert model.causal_wan is not None
         wan = load_network(lambda: CausalWan(model), model, "dit", device, dtype, seed)

@@ -39,7 +39,7 @@ class LatentSender:
         reading the latent is what waits for the device."""
         data = latent.cpu().contiguous().numpy().tobytes()
         step_ms = (time.perf_counter() - started_s) * 1000
-        self._channel.send(LatentChunk(step, data, step.passes, step_ms))
+        self._channel.send(LatentChunk(step, data, step.passes, step_ms, started_s))
 
     def start(self, image_rgb: bytes) -> None:
         pass

@@ -117,6 +117,7 @@ def pattern_chunk(model: ModelConfig, step: StepInput) -> VideoChunk:
         passes=step.passes,
         step_ms=0.0,
         decode_ms=(time.perf_counter() - started_s) * 1000,
+        decode_began_s=started_s,
     )
 
 

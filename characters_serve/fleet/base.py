@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 
-from characters_serve.config import Config, ConfigError
+from characters_serve.config import Config
 from characters_serve.fleet.group import HOST_MODULE, Group, GroupGone, Launch, RequestRefused
 from characters_serve.fleet.pool import Lease, Pool
 from characters_serve.messages import HostMetrics, SessionState
@@ -57,7 +57,6 @@ class Fleet(ABC):
         self._keepers: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
-        _check_can_run(config)
         self._check()
 
     @abstractmethod
@@ -184,15 +183,19 @@ class Fleet(ABC):
         )
         details = await group.start()
         self._groups[group_id] = group
-        degraded = details.get("degraded", "")
-        self.pool.started(group_id, degraded)
-        log.info("group %s is ready (pid %s)", group_id, group.pid)
-        if degraded:
-            log.warning("group %s serves, but cannot keep its rate: %s", group_id, degraded)
-        self._on_ready(group_id, details)
-        await self._announce()
-        self._on_free()
-        await ended.wait()
+        try:
+            degraded = details.get("degraded", "")
+            self.pool.started(group_id, degraded)
+            log.info("group %s is ready (pid %s)", group_id, group.pid)
+            if degraded:
+                log.warning("group %s serves, but cannot keep its rate: %s", group_id, degraded)
+            self._on_ready(group_id, details)
+            await self._announce()
+            self._on_free()
+            await ended.wait()
+        except Exception:
+            await group.kill("a mistake of the gateway")
+            raise
         await group.kill(self.pool.reasons().get(group_id, "gone"))
         self._groups.pop(group_id, None)
 
@@ -227,11 +230,3 @@ class Fleet(ABC):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
-
-
-def _check_can_run(config: Config) -> None:
-    """What can be planned and simulated, but not served yet, is refused and not ignored."""
-    if config.engine.tensor_parallel > 1:
-        raise ConfigError("engine.tensor_parallel: a group runs one rank so far")
-    if config.decoder.shared_by > 1:
-        raise ConfigError("decoder.shared_by: a decoder serves its own group only so far")

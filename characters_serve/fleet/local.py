@@ -104,6 +104,8 @@ class LocalFleet(Fleet):
     _run: RunFolder | None = None
 
     def _check(self) -> None:
+        if self._config.decoder.shared_by > 1 and not self._config.fleet.gpus:
+            raise ConfigError("decoder.shared_by: fleet.gpus must say what there is to share")
         if self._config.server.run_dir is not None:
             check_socket_room(Path(self._config.server.run_dir))
 
@@ -116,7 +118,10 @@ class LocalFleet(Fleet):
 
     def _launcher(self, group_id: str, index: int) -> Launch:
         assert self._run is not None
-        run_dir, environment = self._run.path, self._gpus_of(index)
+        server = self._config.server
+        # No group needs the server's own secrets.
+        hidden = dict.fromkeys((server.api_key_env, server.turn_secret_env), "")
+        run_dir, environment = self._run.path, {**hidden, **self._gpus_of(index)}
         return lambda on_message, on_exit: LocalHost(
             group_id,
             self._config,

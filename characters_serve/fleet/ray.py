@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 PLACEMENT_POLL_S: Final = 0.5
 CLEAN_S: Final = 2.0
+# Set it for `ray start` on a node that clients reach at another address than its own.
+PUBLIC_ADDRESS_ENV: Final = "CHARACTERS_PUBLIC_ADDRESS"
 
 # A message of the host as it goes over the wire, or why the host is gone.
 Letter = tuple[Literal["message"], list[bytes]] | tuple[Literal["gone"], str]
@@ -51,18 +53,18 @@ class HostActor:
     async def start(self, timeout_s: float) -> list[bytes]:
         """Ready or Failed, encoded."""
         self._run = RunFolder(None)
-        self._host = LocalHost(
-            self._group_id,
-            self._config,
-            self._run.path,
-            self._message,
-            self._gone,
-            host_module=self._host_module,
-        )
         try:
+            self._host = LocalHost(
+                self._group_id,
+                on_this_node(self._config),
+                self._run.path,
+                self._message,
+                self._gone,
+                host_module=self._host_module,
+            )
             ready = await self._host.start(timeout_s)
-        except (ChildFailed, OSError) as error:
-            self._run.close()
+        except (ChildFailed, OSError, ValueError) as error:
+            self._clean()
             return encode(Failed("host", str(error)))
         node = {"node": ray.util.get_node_ip_address()}
         return encode(Ready(ready.process, ready.pid, {**ready.details, **node}))
@@ -246,6 +248,19 @@ class RayFleet(Fleet):
 def gpus_of(config: Config) -> int:
     """What a group asks Ray for: its ranks and its decoder, or nothing where it runs on a CPU."""
     return config.group_shape.gpus if config.engine.device == "cuda" else 0
+
+
+def on_this_node(config: Config) -> Config:
+    """One configuration serves all nodes; what clients reach is each node's own.
+
+    Raises ValueError when that is no address.
+    """
+    address = os.environ.get(PUBLIC_ADDRESS_ENV)
+    if not address:
+        return config
+    settings = config.model_dump()
+    settings["delivery"]["public_address"] = address
+    return Config.model_validate(settings)
 
 
 def why_no_room(shape: GroupShape, gpus: int) -> str:

@@ -24,6 +24,7 @@ from characters_serve.config import Config
 from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import HOST_MODULE, GroupGone, RequestRefused
 from characters_serve.fleet.queue import POLL_S
+from characters_serve.gateway import description
 from characters_serve.gateway.auth import bearer
 from characters_serve.gateway.bodies import (
     MAX_COMMAND_BYTES,
@@ -40,7 +41,7 @@ from characters_serve.gateway.bodies import (
 from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
 from characters_serve.gateway.external import serve_external
-from characters_serve.gateway.limits import address_key, read_body
+from characters_serve.gateway.limits import read_body
 from characters_serve.gateway.problems import Problem, answer_problem, busy
 from characters_serve.gateway.service import LEAVING, Gateway
 from characters_serve.gateway.sessions import (
@@ -76,43 +77,44 @@ def create_app(
             gateway.fleet.pool.drain()
             await gateway.sessions.stop(LEAVING)
             await gateway.fleet.stop(LEAVING)
-            gateway.decoder.shutdown(wait=False, cancel_futures=True)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title=description.TITLE,
+        summary=description.SUMMARY,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.gateway = gateway
-    app.add_middleware(Edge, origins=gateway.origins, metrics=gateway.metrics)
+    app.add_middleware(
+        Edge, origins=gateway.origins, requests=gateway.requests, metrics=gateway.metrics
+    )
     _add_error_handlers(app)
     _add_session_routes(app, gateway)
     _add_public_routes(app, gateway)
+    description.add_schemes(app.openapi())
     return app
 
 
 def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     config = gateway.config
 
-    @app.post("/v1/sessions")
+    @app.post("/v1/sessions", **description.CREATE)
     async def create_session(request: Request) -> Response:
-        gateway.authority.check_may_create(request.headers)
-        address = address_key(request.client.host if request.client else None)
-        wait_s = gateway.creations.retry_after_s(address, time.monotonic())
-        if wait_s is not None:
-            gateway.metrics.sessions_refused.labels("rate").inc()
-            raise busy(429, "too many sessions from this address", wait_s)
+        key = gateway.authority.creator(request.headers)
+        gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
-        wanted = await gateway.requested(body, image)
+        wanted = await gateway.requested(body, image, key)
         try:
-            session = await gateway.sessions.create(wanted)
+            session = await gateway.create(wanted, key)
         except NoGroupFree:
             gateway.metrics.sessions_refused.labels("full").inc()
             raise busy(503, "every character is in a conversation; try again soon", 5) from None
-        lifetime_s = session.max_duration_s + config.server.client_secret_ttl_s
-        if session.state == "queued":
-            lifetime_s += config.server.queue_timeout_s
-        secret = gateway.authority.issue(session.session_id, time.time(), lifetime_s)
+        secret = gateway.client_secret(session)
         answer = {
             **_describe(gateway, session),
             "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
-            "ice_servers": gateway.turn.ice_servers(time.time(), lifetime_s),
+            "ice_servers": gateway.turn.ice_servers(time.time(), gateway.lifetime_s(session)),
             "idle_timeout_s": config.session.idle_timeout_s,
             "video": {
                 "width": config.model.width,
@@ -123,17 +125,14 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         location = f"/v1/sessions/{session.session_id}"
         return JSONResponse(answer, 201, {"Location": location, **_state_headers(session)})
 
-    @app.get("/v1/sessions/{session_id}")
+    @app.get("/v1/sessions/{session_id}", **description.SESSION)
     async def get_session(session_id: str, request: Request) -> Response:
         session = gateway.session(session_id, bearer(request.headers))
         return JSONResponse(_describe(gateway, session), headers=_state_headers(session))
 
-    @app.post("/v1/sessions/{session_id}/webrtc")
+    @app.post("/v1/sessions/{session_id}/webrtc", **description.OFFER)
     async def post_offer(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, bearer(request.headers))
-        wait_s = gateway.offers.retry_after_s(session_id, time.monotonic())
-        if wait_s is not None:
-            raise busy(429, "too many offers for this session", wait_s)
+        session = gateway.session_to_connect(session_id, bearer(request.headers))
         media_type = media_type_of(request)
         if media_type not in ("application/sdp", "application/json"):
             raise unsupported(ACCEPT_POST)
@@ -145,12 +144,14 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         answer = await gateway.sessions.offer(session, offer, takeover, OFFER_WAIT_S)
         session.ufrags = ufrags(offer)
         location = f"/v1/sessions/{session_id}/webrtc"
-        headers = {"Location": location, "Cache-Control": "no-store"}
+        resume = gateway.resume_token(session).value
+        headers = {"Location": location, "Cache-Control": "no-store", "Resume-Token": resume}
         if media_type == "application/sdp":
             return Response(answer, 201, headers, "application/sdp")
-        return JSONResponse({"sdp": answer, "type": "answer", "location": location}, 201, headers)
+        body = {"sdp": answer, "type": "answer", "location": location, "resume_token": resume}
+        return JSONResponse(body, 201, headers)
 
-    @app.patch("/v1/sessions/{session_id}/webrtc")
+    @app.patch("/v1/sessions/{session_id}/webrtc", **description.CANDIDATES)
     async def patch_candidates(session_id: str, request: Request) -> Response:
         """Accepted and left unused: the browser's address is learnt from its own checks."""
         session = gateway.session(session_id, bearer(request.headers))
@@ -162,14 +163,15 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             raise Problem(422, "restart ICE with a new offer and ?takeover=1", field="sdp")
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/interrupt")
+    @app.post("/v1/sessions/{session_id}/interrupt", **description.COMMAND)
     async def interrupt(session_id: str, request: Request) -> Response:
-        await gateway.sessions.interrupt(gateway.session(session_id, bearer(request.headers)))
+        session = gateway.session_to_command(session_id, bearer(request.headers))
+        await gateway.sessions.interrupt(session)
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/say")
+    @app.post("/v1/sessions/{session_id}/say", **description.SAY)
     async def say(session_id: str, request: Request) -> Response:
-        session = gateway.session(session_id, bearer(request.headers))
+        session = gateway.session_to_command(session_id, bearer(request.headers))
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
         await gateway.sessions.say(session, speakable(body.text))
         return Response(status_code=204)
@@ -178,20 +180,22 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     async def external_audio(websocket: WebSocket, session_id: str) -> None:
         await serve_external(gateway, websocket, session_id, OFFER_WAIT_S)
 
-    @app.delete("/v1/sessions/{session_id}")
-    @app.delete("/v1/sessions/{session_id}/webrtc")
+    @app.delete("/v1/sessions/{session_id}", **description.COMMAND)
+    @app.delete("/v1/sessions/{session_id}/webrtc", **description.COMMAND)
     async def end_session(session_id: str, request: Request) -> Response:
-        return _end(gateway, session_id, bearer(request.headers))
+        gateway.end(session_id, bearer(request.headers))
+        return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/end")
+    @app.post("/v1/sessions/{session_id}/end", **description.COMMAND)
     async def end_by_beacon(session_id: str, request: Request) -> Response:
         """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
         raw = await read_body(request, MAX_COMMAND_BYTES)
-        return _end(gateway, session_id, bearer(request.headers) or text_of(raw).strip() or None)
+        gateway.end(session_id, bearer(request.headers) or text_of(raw).strip() or None)
+        return Response(status_code=204)
 
 
 def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.get("/v1/characters")
+    @app.get("/v1/characters", **description.CHARACTERS)
     async def list_characters() -> Response:
         return JSONResponse(
             {
@@ -208,7 +212,7 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
             }
         )
 
-    @app.get("/v1/characters/{character_id}/image.png")
+    @app.get("/v1/characters/{character_id}/image.png", **description.PICTURE)
     async def character_image(character_id: str) -> Response:
         character = gateway.characters.get(character_id)
         if character is None:
@@ -216,11 +220,11 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
         headers = {"Cache-Control": "public, max-age=3600"}
         return Response(image_bytes(character.image_path), 200, headers, "image/png")
 
-    @app.get("/healthz/live")
+    @app.get("/healthz/live", **description.ALIVE)
     async def live() -> Response:
         return JSONResponse({"status": "live"})
 
-    @app.get("/healthz/ready")
+    @app.get("/healthz/ready", **description.READY)
     async def ready() -> Response:
         pool = gateway.fleet.pool
         counts = pool.counts()
@@ -232,7 +236,7 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
             body["degraded"] = pool.degraded()
         return JSONResponse(body, 200 if pool.serving else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", **description.METRICS)
     async def metrics() -> Response:
         return Response(gateway.metrics.render(), media_type=prometheus.CONTENT_TYPE)
 
@@ -284,15 +288,6 @@ def _describe(gateway: Gateway, session: Session) -> dict[str, Any]:
 def _state_headers(session: Session) -> dict[str, str]:
     headers = {"Cache-Control": "no-store"}
     return {**headers, "Retry-After": f"{POLL_S:g}"} if session.state == "queued" else headers
-
-
-def _end(gateway: Gateway, session_id: str, token: str | None) -> Response:
-    """204 however often it is asked, also once the session is forgotten."""
-    gateway.authority.check_may_use(session_id, token, time.time())
-    session = gateway.sessions.get(session_id)
-    if session is not None:
-        gateway.sessions.end(session, "ended by the user")
-    return Response(status_code=204)
 
 
 def _web_file(name: str) -> Response:

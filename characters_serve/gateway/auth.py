@@ -1,72 +1,118 @@
 """In: headers. Out: who may do what. Knows no session's state.
 
-The server key creates sessions; a browser only ever holds a client secret, a token that is good
-for one session and ends with it. The signing key is drawn anew by each process.
+A server key creates sessions, and is known here by its hash only. A browser holds tokens that are
+good for one session: a client secret, which is short-lived and makes one connection, and then the
+resume token that came with that connection. The signing key is drawn anew by each process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 from urllib.parse import urlsplit
 
 import jwt
 from starlette.datastructures import Headers
 
-from characters_serve.config import ConfigError, ServerConfig
+from characters_serve.config import ApiKey, ConfigError, ServerConfig
 from characters_serve.gateway.problems import Problem
 
 _ALGORITHM = "HS256"
 _AUDIENCE = "characters-serve"
-_SCOPE = "session"
+_HASHED = "sha256:"
+
+Scope = Literal["connect", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
-class ClientSecret:
+class Token:
     value: str
     expires_at: int
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a caller showed: a server key by its name, or a token by its scope and session."""
+
+    key: str | None = None
+    scope: Scope | None = None
+    session_id: str = ""
+
+    def covers(self, session_id: str, owner: str | None) -> bool:
+        """owner: the name of the key that made the session; a key covers what it made."""
+        return self.session_id == session_id if self.scope else self.key == owner
+
+
+class SteadyClock:
+    """Unix seconds that no step of the wall clock moves: what is live stays so."""
+
+    def __init__(self) -> None:
+        self._offset_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._offset_s + time.monotonic()
+
+
 class Authority:
-    def __init__(self, server_key: str | None) -> None:
-        self._server_key = server_key
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = tuple(keys)
         self._signing_key = secrets.token_bytes(32)
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Authority:
-        return cls(os.environ.get(config.api_key_env) or None)
+        keys = list(config.api_keys)
+        said = os.environ.get(config.api_key_env)
+        if said:
+            digest = said.removeprefix(_HASHED) if said.startswith(_HASHED) else _digest(said)
+            if not re.fullmatch(r"[0-9a-f]{64}", digest):
+                raise ConfigError(f"{config.api_key_env}: {_HASHED} is followed by 64 hex digits")
+            limit = config.sessions_per_minute
+            keys.append(ApiKey(name="environment", sha256=digest, sessions_per_minute=limit))
+        for field in ("name", "sha256"):
+            if len({getattr(key, field) for key in keys}) < len(keys):
+                raise ConfigError(f"server.api_keys: two keys have the same {field}")
+        return cls(keys)
 
     @property
     def key_required(self) -> bool:
-        return self._server_key is not None
+        return bool(self._keys)
 
-    def issue(self, session_id: str, now_unix_s: float, lifetime_s: float) -> ClientSecret:
+    def issue(self, session_id: str, scope: Scope, now_unix_s: float, lifetime_s: float) -> Token:
         expires_at = int(now_unix_s + lifetime_s)
         claims = {
             "sub": session_id,
             "aud": _AUDIENCE,
-            "scope": _SCOPE,
+            "scope": scope,
             "iat": int(now_unix_s),
             "exp": expires_at,
             "jti": secrets.token_hex(8),
         }
-        return ClientSecret(jwt.encode(claims, self._signing_key, _ALGORITHM), expires_at)
+        return Token(jwt.encode(claims, self._signing_key, _ALGORITHM), expires_at)
 
-    def check_may_create(self, headers: Headers) -> None:
-        if self._server_key is None:
-            return
-        if not self._is_server_key(bearer(headers)):
+    def creator(self, headers: Headers) -> ApiKey | None:
+        """The key that may create a session; None where none is needed, else 401."""
+        if not self._keys:
+            return None
+        key = self._key(bearer(headers))
+        if key is None:
             raise _unauthorized("creating a session needs the server key")
+        return key
 
-    def check_may_use(self, session_id: str, token: str | None, now_unix_s: float) -> None:
-        """The secret of this very session, or the server key; another session's reads as 404."""
+    def grant(self, token: str | None, now_unix_s: float) -> Grant:
+        """What this token is worth, for whichever session; 401 when it is worth nothing."""
         if token is None:
             raise _unauthorized("the session's client secret is needed")
-        if self._is_server_key(token):
-            return
+        key = self._key(token)
+        if key is not None:
+            return Grant(key=key.name)
         try:
             claims = jwt.decode(
                 token,
@@ -81,17 +127,19 @@ class Authority:
             )
         except jwt.InvalidTokenError:
             raise _unauthorized("the client secret is not valid") from None
-        if claims["exp"] <= now_unix_s or claims["scope"] != _SCOPE:
+        if claims["exp"] <= now_unix_s or claims["scope"] not in ("connect", "resume"):
             raise _unauthorized("the client secret has expired")
-        if claims["sub"] != session_id:
-            raise Problem(404, "no such session")
+        return Grant(scope=claims["scope"], session_id=claims["sub"])
 
-    def _is_server_key(self, token: str | None) -> bool:
-        return (
-            self._server_key is not None
-            and token is not None
-            and hmac.compare_digest(token.encode(), self._server_key.encode())
-        )
+    def _key(self, token: str | None) -> ApiKey | None:
+        digest = _digest(token or "")
+        found = [key for key in self._keys if hmac.compare_digest(digest, key.sha256)]
+        return found[0] if found and token else None
+
+
+def _digest(key: str) -> str:
+    """Server keys are random and long: a slow hash would only slow each request down."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def bearer(headers: Headers) -> str | None:

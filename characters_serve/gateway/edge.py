@@ -1,4 +1,4 @@
-"""In: every request, before any route. Out: origin checks, CORS, security headers, counts."""
+"""In: every request, before any route. Out: rates, origins, CORS, security headers, counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from characters_serve.gateway.auth import Origins
-from characters_serve.gateway.problems import Problem
+from characters_serve.gateway.limits import RateLimiter, address_key
+from characters_serve.gateway.problems import Problem, busy
 from characters_serve.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,12 @@ _PREFLIGHT = {
 class Edge:
     """Pure ASGI, so that bodies stream through it untouched."""
 
-    def __init__(self, app: ASGIApp, origins: Origins, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, origins: Origins, requests: RateLimiter, metrics: Metrics
+    ) -> None:
         self._app = app
         self._origins = origins
+        self._requests = requests
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,6 +68,7 @@ class Edge:
         try:
             if scope["path"].startswith("/v1/"):
                 allowed_origin = self._origins.check(Headers(scope=scope))
+                self._check_rate(scope)
             elif scope["path"] == _CLIENT:
                 allowed_origin = "*"
             if scope["path"].startswith("/v1/") and scope["method"] == "OPTIONS":
@@ -84,6 +89,12 @@ class Edge:
             self._metrics.http_requests.labels(method, route, str(status)).inc()
             self._metrics.http_seconds.labels(route).observe(time.monotonic() - started_s)
 
+    def _check_rate(self, scope: Scope) -> None:
+        address = address_key(scope["client"][0] if scope.get("client") else None)
+        wait_s = self._requests.retry_after_s(address, time.monotonic())
+        if wait_s is not None:
+            raise busy(429, "too many requests from this address", wait_s)
+
 
 def _add_headers(headers: MutableHeaders, allowed_origin: str | None) -> None:
     for name, value in _ALWAYS.items():
@@ -92,4 +103,4 @@ def _add_headers(headers: MutableHeaders, allowed_origin: str | None) -> None:
     headers.add_vary_header("Origin")
     if allowed_origin is not None:
         headers["Access-Control-Allow-Origin"] = allowed_origin
-        headers["Access-Control-Expose-Headers"] = "Location, Retry-After"
+        headers["Access-Control-Expose-Headers"] = "Location, Resume-Token, Retry-After"

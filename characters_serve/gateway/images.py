@@ -1,7 +1,8 @@
 """In: an uploaded file's bytes. Out: RGB rows of exactly the model's size. Knows no session.
 
 Whatever a phone, a screenshot tool or an image editor writes as PNG, JPEG or WebP is brought
-upright, flattened, cropped to the model's aspect and resized. Blocking: callers use a thread.
+upright, flattened, cropped to the model's aspect and resized. What strangers send comes here
+through image_process.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ BACKGROUND = (206, 208, 212)
 CROP_ABOVE = 0.3
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
+# Now, since a confined process can open no file later.
+Image.init()
 _REFUSED = (
     (b"GIF8", "GIF"),
     (b"BM", "BMP"),

@@ -9,14 +9,14 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
-from characters_serve.config import Config, ConfigError
+from characters_serve.config import ApiKey, Config, ConfigError
 from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
 from characters_serve.fleet.queue import WaitingQueue
-from characters_serve.gateway.auth import Authority, Origins
+from characters_serve.gateway.auth import Authority, Origins, SteadyClock, Token
 from characters_serve.gateway.bodies import CreateBody, speakable
 from characters_serve.gateway.characters import (
     Character,
@@ -24,8 +24,9 @@ from characters_serve.gateway.characters import (
     load_characters,
     visitor_persona,
 )
-from characters_serve.gateway.images import ImageError, load_reference
-from characters_serve.gateway.limits import RateLimiter
+from characters_serve.gateway.image_process import decode
+from characters_serve.gateway.images import ImageError
+from characters_serve.gateway.limits import RateLimiter, address_key
 from characters_serve.gateway.problems import Problem, busy
 from characters_serve.gateway.sessions import OVER, Session, SessionRequest, Sessions
 from characters_serve.gateway.turn import Turn
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 LEAVING = "the server is shutting down"
 OFFERS_PER_MINUTE = 30
+COMMANDS_PER_MINUTE = 120
 MAX_WAITING_IMAGES = 8
 
 
@@ -50,9 +52,14 @@ class Gateway:
         self.turn = Turn.from_config(config.server)
         self.origins = Origins(config.server, self.authority.key_required)
         self.characters = load_characters()
+        self.now_unix_s = SteadyClock()
+        self.requests = RateLimiter(config.server.requests_per_minute)
         self.creations = RateLimiter(config.server.sessions_per_minute)
+        self._creating: Counter[str | None] = Counter()
+        self.creations_by_key: dict[str, RateLimiter] = {}
         self.offers = RateLimiter(OFFERS_PER_MINUTE)
-        self.decoder = ThreadPoolExecutor(1, "image")
+        self.commands = RateLimiter(COMMANDS_PER_MINUTE)
+        self._decoder = asyncio.Lock()
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
         self._on_ready = on_ready
@@ -112,24 +119,95 @@ class Gateway:
         why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
         raise busy(503, f"the server cannot run a character now: {why}", 10)
 
+    def check_rate(self, key: ApiKey | None, host: str | None) -> None:
+        """How often sessions may be asked for: by each key, and by each address without one."""
+        limiter, caller = self.creations, address_key(host)
+        if key is not None:
+            fresh = RateLimiter(key.sessions_per_minute)
+            limiter, caller = self.creations_by_key.setdefault(key.name, fresh), key.name
+        wait_s = limiter.retry_after_s(caller, time.monotonic())
+        if wait_s is not None:
+            self.metrics.sessions_refused.labels("rate").inc()
+            raise busy(429, "too many sessions from this address or key", wait_s)
+
+    def check_quota(self, key: ApiKey | None) -> None:
+        if key is None or key.max_sessions is None:
+            return
+        if self.sessions.open_of(key.name) + self._creating[key.name] >= key.max_sessions:
+            self.metrics.sessions_refused.labels("quota").inc()
+            raise busy(429, f"this key's {key.max_sessions} sessions are all open", 5)
+
+    async def create(self, wanted: SessionRequest, key: ApiKey | None) -> Session:
+        """Counted before anything is waited for, so that no burst passes a quota."""
+        self.check_quota(key)
+        self._creating[wanted.owner] += 1
+        try:
+            return await self.sessions.create(wanted)
+        finally:
+            self._creating[wanted.owner] -= 1
+
     def session(self, session_id: str, token: str | None) -> Session:
-        """The session, when the caller holds its secret; 404 for any other."""
-        self.authority.check_may_use(session_id, token, time.time())
+        """The session, when the caller holds its token or the key that made it; else 404."""
+        grant = self.authority.grant(token, self.now_unix_s())
         session = self.sessions.get(session_id)
-        if session is None:
+        if session is None or not grant.covers(session_id, session.owner):
             raise Problem(404, "no such session")
         return session
 
+    def session_to_connect(self, session_id: str, token: str | None) -> Session:
+        """As `session`; a client secret that has made its connection makes no other."""
+        session = self.session(session_id, token)
+        wait_s = self.offers.retry_after_s(session_id, time.monotonic())
+        if wait_s is not None:
+            raise busy(429, "too many offers for this session", wait_s)
+        scope = self.authority.grant(token, self.now_unix_s()).scope
+        if scope == "connect" and session.connected and not session.over:
+            raise Problem(
+                403, "this secret has connected; the answer to its offer had a resume token"
+            )
+        return session
+
+    def session_to_command(self, session_id: str, token: str | None) -> Session:
+        session = self.session(session_id, token)
+        wait_s = self.commands.retry_after_s(session_id, time.monotonic())
+        if wait_s is not None:
+            raise busy(429, "too many commands for this session", wait_s)
+        return session
+
+    def end(self, session_id: str, token: str | None) -> None:
+        """However often it is asked, also once the session is forgotten."""
+        session = self.sessions.get(session_id)
+        grant = self.authority.grant(token, self.now_unix_s())
+        if not grant.covers(session_id, grant.key if session is None else session.owner):
+            raise Problem(404, "no such session")
+        if session is not None:
+            self.sessions.end(session, "ended by the user")
+
+    def client_secret(self, session: Session) -> Token:
+        lifetime_s = self.config.server.client_secret_ttl_s + self._waits_s(session)
+        return self.authority.issue(session.session_id, "connect", self.now_unix_s(), lifetime_s)
+
+    def resume_token(self, session: Session) -> Token:
+        lifetime_s = self.lifetime_s(session)
+        return self.authority.issue(session.session_id, "resume", self.now_unix_s(), lifetime_s)
+
+    def lifetime_s(self, session: Session) -> float:
+        """How long what a session's client is given must last."""
+        connects_s = self.config.server.client_secret_ttl_s
+        return session.max_duration_s + connects_s + self._waits_s(session)
+
+    def _waits_s(self, session: Session) -> float:
+        return self.config.server.queue_timeout_s if session.state == "queued" else 0.0
+
     async def decode_image(self, data: bytes) -> bytes:
-        """One at a time: a picture takes up to 300 MB and 1.5 s, in a thread."""
+        """One at a time: a picture takes up to 300 MB and 1.5 s."""
         if self._decoding >= MAX_WAITING_IMAGES:
             raise busy(503, "too many pictures are being looked at; try again soon", 5)
         model = self.config.model
         self._decoding += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self.decoder, load_reference, data, model.width, model.height
-            )
+            async with self._decoder:
+                return await decode(data, model.width, model.height)
         except ImageError as error:
             raise Problem(422, str(error), field=ImageError.field) from None
         finally:
@@ -142,7 +220,9 @@ class Gateway:
             self._presets_rgb[character.character_id] = await self.decode_image(data)
         return self._presets_rgb[character.character_id]
 
-    async def requested(self, body: CreateBody, image: bytes | None) -> SessionRequest:
+    async def requested(
+        self, body: CreateBody, image: bytes | None, key: ApiKey | None
+    ) -> SessionRequest:
         """What a visitor asked for, checked and decoded; holds no group yet."""
         longest_s = self.config.session.max_duration_s
         if body.max_duration_s is not None and body.max_duration_s > longest_s:
@@ -151,6 +231,7 @@ class Gateway:
             if body.character is not None:
                 raise Problem(422, "send an image or name a character, not both", field="character")
             persona = visitor_persona(body.name and speakable(body.name), body.persona)
+            self.check_quota(key)
             self.check_capacity()
             image_rgb = await self.decode_image(image)
         else:
@@ -164,6 +245,7 @@ class Gateway:
             character=body.character,
             seed=secrets.randbits(31) if body.seed is None else body.seed,
             max_duration_s=body.max_duration_s or longest_s,
+            owner=None if key is None else key.name,
         )
 
     def _preset(self, body: CreateBody) -> Character:

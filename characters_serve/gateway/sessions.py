@@ -54,16 +54,21 @@ class SessionRequest:
     character: str | None
     seed: int
     max_duration_s: float
+    owner: str | None = None
 
 
 @dataclass(slots=True)
 class Session:
+    """owner: the name of the server key that made it; connected: it has been live once."""
+
     session_id: str
     character: str | None
     name: str
     max_duration_s: float
     changed_s: float
     state: State = "queued"
+    owner: str | None = None
+    connected: bool = False
     reason: str = ""
     lease: Lease | None = None
     leased_s: float = 0.0
@@ -154,7 +159,12 @@ class Sessions:
         if lease is None and not self._queue.join(session_id, now_s):
             raise NoGroupFree
         session = Session(
-            session_id, request.character, request.persona.name, request.max_duration_s, now_s
+            session_id,
+            request.character,
+            request.persona.name,
+            request.max_duration_s,
+            now_s,
+            owner=request.owner,
         )
         self._sessions[session_id] = session
         self._metrics.sessions_created.inc()
@@ -217,6 +227,9 @@ class Sessions:
 
     def end(self, session: Session, reason: str) -> None:
         self._finish(session, "ended", reason)
+
+    def open_of(self, owner: str) -> int:
+        return sum(session.owner == owner for session in self._open_sessions())
 
     def counts(self) -> dict[str, int]:
         counts: dict[str, int] = dict.fromkeys(STATES, 0)
@@ -305,6 +318,7 @@ class Sessions:
             )
             session.changed_s = self._clock()
         session.state = state
+        session.connected = session.connected or state == "live"
         session.reason = reason
         session.moved.set()
 

@@ -23,11 +23,20 @@ from characters_serve.model.attention import attention
 from characters_serve.model.audio import AudioEncoder, log_mel_for
 from characters_serve.model.image_encoder import ImageEncoder
 from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    alone,
+    in_projection_cut,
+    out_projection_cut,
+)
 from characters_serve.model.rope import rotary_positions, rotate
+from characters_serve.model.shard import Shard, deal, narrow
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 _TIME_FEATURES = 256
 
 
@@ -67,17 +76,18 @@ class LowRankModulation(nn.Module):
 class Block(nn.Module):
     """Attention and MLP side by side: one projection in, one out, so one all-reduce a block."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.num_heads, self.head_dim = model.num_heads, model.head_dim
-        inner = model.num_heads * model.head_dim
-        self.splits = [inner, inner, inner, model.mlp_dim]
+        self.num_heads, self.head_dim = len(shard.heads), model.head_dim
+        inner = self.num_heads * model.head_dim
+        self.splits = [inner, inner, inner, len(shard.mlp_columns)]
+        out_cut = out_projection_cut(model, shard)
         self.modulation = LowRankModulation(model.dim, model.adaln_rank, 3)
-        self.in_projection = nn.Linear(model.dim, sum(self.splits), bias=False)
-        self.out_projection = nn.Linear(inner + model.mlp_dim, model.dim, bias=False)
-        self.q_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
-        self.k_norm = nn.RMSNorm(model.head_dim, eps=_NORM_EPS)
-        nn.init.normal_(self.out_projection.weight, std=0.3 * (inner + model.mlp_dim) ** -0.5)
+        self.in_projection = ColumnParallelLinear(model.dim, in_projection_cut(model, shard))
+        self.out_projection = RowParallelLinear(out_cut, model.dim, all_reduce)
+        self.q_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS)
+        self.k_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS)
+        nn.init.normal_(self.out_projection.weight, std=0.3 * out_cut.size**-0.5)
 
     def modulate(self, noise_embedding: Tensor) -> Modulation:
         shift, scale, gate = self.modulation(noise_embedding)
@@ -85,14 +95,25 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, modulation: Modulation, attend: Attend) -> Tensor:
         """attend: q, k, v (B, S, H, head_dim), not rotated -> (B, S, H x head_dim)."""
-        h = functional.layer_norm(x_BSD, x_BSD.shape[-1:], eps=_NORM_EPS)
-        h = h * modulation.scale + modulation.shift
-        q, k, v, mlp = self.in_projection(h).split(self.splits, dim=-1)
+        h = norm_modulate(x_BSD, modulation.scale, modulation.shift)
+        q, k, v, mlp = self.heads(self.in_projection(h))
+        branch: Tensor = self.out_projection(join(attend(q, k, v), mlp))
+        return x_BSD + modulation.gate * branch
+
+    def heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(B, S, sum of splits) -> normed q and k, v (B, S, H, head_dim), and the MLP's half."""
+        q, k, v, mlp = torch.split(projected, self.splits, dim=-1)
         q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (q, k, v))
-        attended = attend(self.q_norm(q), self.k_norm(k), v)
-        activated = functional.gelu(mlp, approximate="tanh")
-        out: Tensor = self.out_projection(torch.cat([attended, activated], -1))
-        return x_BSD + modulation.gate * out
+        return self.q_norm(q), self.k_norm(k), v, mlp
+
+
+def norm_modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * scale + shift
+
+
+def join(attended: Tensor, mlp: Tensor) -> Tensor:
+    """Both halves of the out-projection's input."""
+    return torch.cat([attended, functional.gelu(mlp, approximate="tanh")], -1)
 
 
 class FinalLayer(nn.Module):
@@ -108,8 +129,7 @@ class FinalLayer(nn.Module):
         return shift, 1 + scale
 
     def forward(self, x_BVD: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        h = functional.layer_norm(x_BVD, x_BVD.shape[-1:], eps=_NORM_EPS)
-        result: Tensor = self.out(h * scale + shift)
+        result: Tensor = self.out(norm_modulate(x_BVD, scale, shift))
         return result
 
 
@@ -121,9 +141,19 @@ class NoiseLevelModulation(NamedTuple):
 
 
 class CharacterDiT(nn.Module):
-    def __init__(self, model: ModelConfig) -> None:
+    """The whole model, or one tensor-parallel rank's shard of its blocks and all of the rest.
+
+    all_reduce adds up the ranks' partial sums, once in each block.
+    """
+
+    def __init__(
+        self, model: ModelConfig, shard: Shard | None = None, all_reduce: AllReduce = alone
+    ) -> None:
         super().__init__()
+        shard = shard or deal(model, 1)[0]
         self.config = model
+        self.shard = shard
+        self.rank_config = narrow(model, shard)
         dim = model.dim
         self.log_mel = log_mel_for(model)
         self.audio_encoder = AudioEncoder(model)
@@ -144,7 +174,7 @@ class CharacterDiT(nn.Module):
         self.prefix_embedding = nn.Parameter(torch.randn(dim) * 0.1)
         # ModuleList is no generic type; as a sequence its elements are blocks to the type checker.
         self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
-            Block(model) for _ in range(model.num_blocks)
+            Block(model, shard, all_reduce) for _ in range(model.num_blocks)
         )
         self.final = FinalLayer(model)
 
@@ -195,6 +225,7 @@ class CharacterDiT(nn.Module):
         positions = rotary_positions(self.config, x.device).prefix()[: x.shape[1]]
 
         def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+            cache.calibrate(block, q, k, v)
             for index in range(self.config.num_caches):
                 cache.store_prefix(block, index, k, v)
             return attention(rotate(q, positions), rotate(k, positions), v)

@@ -1,4 +1,7 @@
-"""Seeded idle motion of a character: head sway, blinks, gaze and brows.
+"""Seeded idle motion of a character: head sway, blinks, gaze and brows; and how it listens.
+
+While the user is heard it looks at them, raises its brows a little with their voice and nods now
+and then; where they fall silent it nods once, as who has understood, unless it speaks by then.
 
 The server draws these controls live, and the training data of the embedded character is made
 with the same class, so that both see the same distribution.  Every number is drawn frame by
@@ -91,6 +94,7 @@ class IdleControls:
         self._nod_age = math.inf
         self._nod_size = 0.0
         self._until_nod = rng.uniform(0.8, 2.5)
+        self._loudest = 0.0  # of the phrase that is being listened to
 
     def next(
         self, num_frames: int, *, speaking: bool, listening_energy: float = 0.0
@@ -136,9 +140,13 @@ class IdleControls:
         return self._speaking * math.sin(self._beat_phase)
 
     def _nod(self, dt: float, speaking: bool) -> float:
-        """Downward offset of a nod; nods start only while the user is heard."""
+        """Downward offset of a nod; nods start while the user is heard, and as they fall silent."""
         self._nod_age += dt
-        if self._listening > 0.05 and not speaking:
+        self._loudest = max(self._loudest, self._listening)
+        if self._loudest > 0.15 and self._listening < 0.35 * self._loudest:
+            self._loudest = 0.0
+            self._until_nod = 0.0 if self._rng.random() < 0.7 else self._until_nod
+        if (self._listening > 0.05 or self._until_nod <= 0.0) and not speaking:
             self._until_nod -= dt
             if self._until_nod <= 0.0:
                 self._until_nod = self._rng.uniform(1.8, 5.0)
@@ -169,7 +177,8 @@ class IdleControls:
             self._gaze_from = self._gaze
             self._gaze_progress = 0.0
             at_viewer = max(abs(self._gaze_to[0]), abs(self._gaze_to[1])) < 0.12
-            if at_viewer and rng.random() < (0.62 if speaking else 0.5):
+            away = 0.62 if speaking else 0.5 if self._listening < 0.05 else 0.15
+            if at_viewer and rng.random() < away:
                 self._gaze_to = (rng.gauss(0.0, 0.48), rng.gauss(-0.05, 0.3))
                 self._until_gaze = rng.uniform(0.35, 1.3)
             else:
@@ -196,7 +205,7 @@ class IdleControls:
                 self._brow_target = rng.uniform(-0.1, 0.1)
                 self._until_brow = rng.uniform(0.7, 2.4) if speaking else rng.uniform(2.0, 6.0)
         self._brow += (self._brow_target - self._brow) * min(1.0, 9.0 * dt)
-        return self._brow
+        return self._brow + (0.0 if speaking else 0.25 * self._listening)
 
 
 def _limit(value: float) -> float:

@@ -18,11 +18,17 @@ would gather rounding errors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from characters_kernels.attention import backend, fp8_attention
+from characters_kernels.delta_rotate import delta_rotate
+from characters_kernels.fp8 import E4M3, dequantise, quantise, scale_for
+from characters_kernels.ring_store import ring_store
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.model.attention import attention
 from characters_serve.model.open.frame_cache import make_frame_cache
@@ -32,6 +38,9 @@ from characters_serve.model.rope import RotaryPositions, rotary_positions, rotat
 class KVCache(Protocol):
     def clear(self) -> None:
         """Forgets the session: prefix, window and position."""
+
+    def calibrate(self, block: int, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        """Sets what the session's number formats need, from its first forward pass."""
 
     def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
         """Writes the prefix of one block (k not rotated). Shorter prefixes leave slots unused."""
@@ -50,14 +59,98 @@ def make_cache(
     batch: int = 1,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    saturated: Tensor | None = None,
 ) -> KVCache:
+    """saturated: (1,) int32 on the device, counts values that did not fit FP8."""
     if model.family == "causal_wan":
         return make_frame_cache(model, optimizations, batch=batch, device=device, dtype=dtype)
     positions = rotary_positions(model, device)
+    if saturated is None:
+        saturated = torch.zeros(1, dtype=torch.int32, device=device)
+    numbers: Numbers = (
+        Fp8Numbers(model, torch.device(device), dtype, saturated)
+        if optimizations.fp8_kv_cache
+        else FloatNumbers(model, torch.device(device), dtype)
+    )
     kind: type[PlainCache | ShiftedCache] = PlainCache
     if optimizations.write_time_rope:
         kind = RingCache if optimizations.ring_cache else ShiftedCache
-    return kind(model, positions, batch, device, dtype)
+    if optimizations.fused_pre_attention:
+        kind = FusedRingCache
+    return kind(model, positions, numbers, batch, device, saturated)
+
+
+class Numbers(Protocol):
+    """The format of cached keys and values, and the attention that reads it."""
+
+    dtype: torch.dtype
+    scales_QKV: Tensor
+    """(3, blocks, H) float32: of q, k and v. Ones where the format needs none."""
+
+    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Takes the scales of one block from its q, k, v (B, S, H, D)."""
+
+    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        """From the model's format to the cache's."""
+
+    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        """And back."""
+
+    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All packed, (B, S, H, D) -> (B, S, H x D) in the model's format."""
+
+
+class FloatNumbers:
+    def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.scales_QKV = torch.ones(3, model.num_blocks, model.num_heads, device=device)
+
+    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        pass
+
+    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        return x_BSHD
+
+    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        return x_BSHD
+
+    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v)
+
+
+class Fp8Numbers:
+    """e4m3 with one scale a head for each of q, k and v, set once a session.
+
+    A rotation may lengthen a component by up to the square root of two, within the headroom.
+    """
+
+    dtype = E4M3
+
+    def __init__(
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, saturated: Tensor
+    ) -> None:
+        self.scales_QKV = torch.ones(3, model.num_blocks, model.num_heads, device=device)
+        self.attention_backend = backend(device)
+        self._attention = fp8_attention(self.attention_backend)
+        self._model_dtype = dtype
+        self._saturated = saturated
+
+    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        for scales, x in zip(self.scales_QKV[:, block], (q, k, v), strict=True):
+            scales.copy_(scale_for(x.abs().amax((0, 1, 3))))
+
+    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        return quantise(x_BSHD, scale_H[:, None], self._saturated)
+
+    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
+        return dequantise(x_BSHD, scale_H[:, None], self._model_dtype)
+
+    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scales = self.scales_QKV[:, block]
+        sessions = [self._attention(*qkv, *scales) for qkv in zip(q, k, v, strict=True)]
+        # One session, as in serving, is not copied.
+        attended = sessions[0][None] if len(sessions) == 1 else torch.stack(sessions)
+        return attended.flatten(-2).to(self._model_dtype)
 
 
 class _CacheBuffers:
@@ -67,15 +160,19 @@ class _CacheBuffers:
         self,
         model: ModelConfig,
         positions: RotaryPositions,
+        numbers: Numbers,
         batch: int,
         device: torch.device | str,
-        dtype: torch.dtype,
+        saturated: Tensor,
     ) -> None:
         self._positions = positions
+        self._numbers = numbers
+        self._saturated = saturated
         self._tokens = model.tokens_per_chunk
         self._window_chunks = model.window_chunks
         self._reset_steps = model.position_reset_steps
         self._prefix_slots = model.prefix_slots
+        self._time_planes = model.rope_split[0] // 2
         shape = (
             model.num_blocks,
             model.num_caches,
@@ -84,8 +181,8 @@ class _CacheBuffers:
             model.num_heads,
             model.head_dim,
         )
-        self._k = torch.zeros(shape, device=device, dtype=dtype)
-        self._v = torch.zeros(shape, device=device, dtype=dtype)
+        self._k = torch.zeros(shape, device=device, dtype=numbers.dtype)
+        self._v = torch.zeros(shape, device=device, dtype=numbers.dtype)
         self.clear()
 
     def clear(self) -> None:
@@ -96,6 +193,19 @@ class _CacheBuffers:
         self._position = 0
         self._moved_back = 0
         self._chunk_angles = self._positions.chunk(0.0)
+
+    def calibrate(self, block: int, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        self._numbers.calibrate(block, q_BSHD, k_BSHD, v_BSHD)
+
+    def _write(self, block: int, cache: int, slots: slice, k: Tensor, v: Tensor) -> None:
+        _, k_scale, v_scale = self._numbers.scales_QKV[:, block]
+        self._k[block, cache, :, slots] = self._numbers.pack(k, k_scale)
+        self._v[block, cache, :, slots] = self._numbers.pack(v, v_scale)
+
+    def _read(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q in the model's format, k and v in the cache's."""
+        q_scale = self._numbers.scales_QKV[0, block]
+        return self._numbers.attend(block, self._numbers.pack(q, q_scale), k, v)
 
     def _advance(self) -> bool:
         """Counts one chunk; True when the window must move back by the reset's steps."""
@@ -140,12 +250,12 @@ class _CacheBuffers:
 
 
 class PlainCache(_CacheBuffers):
-    """The launch form: keys unrotated, the window shifted by copying, every key rotated at read."""
+    """The launch form: keys unrotated, the window shifted by copying, every key rotated at read,
+    and converted again after that where the cache is FP8."""
 
     def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
         slots = slice(self._prefix_slots - self._check_prefix(k_BSHD), self._prefix_slots)
-        self._k[block, cache, :, slots] = k_BSHD
-        self._v[block, cache, :, slots] = v_BSHD
+        self._write(block, cache, slots, k_BSHD, v_BSHD)
 
     def begin_step(self) -> None:
         self._shift_window()
@@ -153,11 +263,14 @@ class PlainCache(_CacheBuffers):
 
     def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         current = self._window_slots(min(self._chunks, self._window_chunks) - 1)
-        self._k[block, cache, :, current] = k
-        self._v[block, cache, :, current] = v
+        self._write(block, cache, current, k, v)
         read = slice(self._first_slot, self._filled.stop)
-        keys = rotate(self._k[block, cache, :, read], self._read_angles())
-        return attention(rotate(q, self._chunk_angles), keys, self._v[block, cache, :, read])
+        k_scale = self._numbers.scales_QKV[1, block]
+        keys = self._numbers.unpack(self._k[block, cache, :, read], k_scale)
+        keys = self._numbers.pack(rotate(keys, self._read_angles()), k_scale)
+        return self._read(
+            block, rotate(q, self._chunk_angles), keys, self._v[block, cache, :, read]
+        )
 
     def _read_angles(self) -> Tensor:
         chunks = min(self._chunks, self._window_chunks)
@@ -175,6 +288,8 @@ class ShiftedCache(_CacheBuffers):
 
     def clear(self) -> None:
         super().clear()
+        # Of zeros, so that no session's first reset has to wait for the kernel to be compiled.
+        self._move_window()
         if not self._positions.prefix_moves:
             return
         if self._unrotated_prefix is None:
@@ -185,11 +300,12 @@ class ShiftedCache(_CacheBuffers):
     def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
         length = self._check_prefix(k_BSHD)
         slots = slice(self._prefix_slots - length, self._prefix_slots)
-        if self._unrotated_prefix is None:
-            self._k[block, cache, :, slots] = rotate(k_BSHD, self._positions.prefix()[:length])
-        else:
+        if self._unrotated_prefix is not None:
             self._unrotated_prefix[block, :, slots] = k_BSHD
-        self._v[block, cache, :, slots] = v_BSHD
+            self._v[block, cache, :, slots] = v_BSHD
+            return
+        keys = rotate(k_BSHD, self._positions.prefix()[:length])
+        self._write(block, cache, slots, keys, v_BSHD)
 
     def begin_step(self) -> None:
         self._shift_window()
@@ -206,17 +322,20 @@ class ShiftedCache(_CacheBuffers):
 
     def _reset_if_due(self) -> None:
         """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
-        filled = self._filled
         if self._advance():
-            window = self._k[:, :, :, filled]
-            window.copy_(rotate(window, self._positions.shift(-float(self._reset_steps))))
+            self._move_window()
+
+    def _move_window(self) -> None:
+        angles = self._positions.shift(-float(self._reset_steps))[0, : self._time_planes]
+        caches = self._k.flatten(0, 2)
+        delta_rotate(caches, angles.cos(), angles.sin(), self._prefix_slots, self._saturated)
 
     def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         current = self._current_slots()
-        self._k[block, cache, :, current] = rotate(k, self._chunk_angles)
-        self._v[block, cache, :, current] = v
+        self._write(block, cache, current, rotate(k, self._chunk_angles), v)
         read = slice(self._first_slot, self._filled.stop)
-        return attention(
+        return self._read(
+            block,
             rotate(q, self._chunk_angles),
             self._k[block, cache, :, read],
             self._v[block, cache, :, read],
@@ -236,3 +355,82 @@ class RingCache(ShiftedCache):
 
     def _current_slots(self) -> slice:
         return self._window_slots((self._chunks - 1) % self._window_chunks)
+
+
+class FusedRingCache(RingCache):
+    """One session's ring, written by one kernel from the in-projection's output: norm, rotation,
+    conversion and store. Slot and angles live on the device, so a captured step can be replayed."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        positions: RotaryPositions,
+        numbers: Numbers,
+        batch: int,
+        device: torch.device | str,
+        saturated: Tensor,
+    ) -> None:
+        if batch != 1:
+            raise ValueError("fused_pre_attention serves one session: its batch must be 1")
+        heads, head_dim = model.num_heads, model.head_dim
+        tokens = model.tokens_per_chunk
+        self._slot = torch.zeros((), dtype=torch.int64, device=device)
+        self._cos, self._sin = torch.zeros(2, tokens, head_dim // 2, device=device)
+        self._q = torch.zeros(1, tokens, heads, head_dim, dtype=numbers.dtype, device=device)
+        super().__init__(model, positions, numbers, batch, device, saturated)
+
+    def clear(self) -> None:
+        super().clear()
+        self._slot.fill_(self._prefix_slots)
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._slot.fill_(self._current_slots().start)
+        torch.cos(self._chunk_angles, out=self._cos)
+        torch.sin(self._chunk_angles, out=self._sin)
+
+    def attend_projected(
+        self,
+        block: int,
+        cache: int,
+        projected: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """projected: (>= S, | q | k | v | ...), not normed -> (S, H x D)."""
+        k, v = self._k[block, cache], self._v[block, cache]
+        ring_store(
+            projected,
+            q_weight,
+            k_weight,
+            self._cos,
+            self._sin,
+            self._slot,
+            *self._numbers.scales_QKV[:, block],
+            eps,
+            self._q[0],
+            k[0],
+            v[0],
+            self._saturated,
+        )
+        read = slice(self._first_slot, self._filled.stop)
+        return self._numbers.attend(block, self._q, k[:, read], v[:, read])[0]
+
+    @property
+    def is_full(self) -> bool:
+        """All slots are read from now on, so that every step has the same shape."""
+        return self._chunks >= self._window_chunks
+
+    @property
+    def prefix_length(self) -> int:
+        return self._prefix_length
+
+    @contextmanager
+    def as_if_full(self) -> Iterator[None]:
+        """For capturing a steady step before the session has come to one."""
+        chunks, self._chunks = self._chunks, self._window_chunks
+        try:
+            yield
+        finally:
+            self._chunks = chunks

@@ -4,11 +4,17 @@ A checkpoint is a folder with `dit*.safetensors` and `decoder*.safetensors`; a n
 into any number of files. Keys and shapes must match exactly: a missing, unknown or misshapen key
 is an error that names it. `builtin` is the embedded character in the package's assets;
 `synthetic` are seeded random numbers, for speed work on shapes that have no public weights.
+
+A tensor-parallel rank reads and makes its own part only, in the target's format and on its device:
+of 57 billion parameters a float32 copy would take 229 GB. The whole model is the same for every
+number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +30,18 @@ from characters_serve.model.decoders.reference_warp import VideoDecoder
 from characters_serve.model.decoders.taehv import TAEHV
 from characters_serve.model.decoders.wan_layers import WanVAE
 from characters_serve.model.dit import CharacterDiT
+from characters_serve.model.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    Cut,
+    RowParallelLinear,
+    alone,
+)
+from characters_serve.model.shard import Shard
 
 BUILTIN = Path(__file__).parent.parent / "assets" / "tiny"
+
+_SMALL_STD = 0.02
 
 
 class WeightsError(ValueError):
@@ -33,9 +49,18 @@ class WeightsError(ValueError):
 
 
 def load_generator(
-    model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    shard: Shard | None = None,
+    all_reduce: AllReduce = alone,
 ) -> CharacterDiT:
-    network = load_network(lambda: CharacterDiT(model), model, "dit", device, dtype, seed)
+    """shard: the part of a tensor-parallel rank; without it the whole model."""
+    network = load_network(
+        lambda: CharacterDiT(model, shard, all_reduce), model, "dit", device, dtype, seed
+    )
     assert isinstance(network, CharacterDiT)
     # Log-mel is computed in float32 whatever the weights are: its range is 14 nats.
     network.log_mel = log_mel_for(model).to(device)
@@ -79,49 +104,99 @@ def load_network(
     seed: int,
 ) -> nn.Module:
     """The network that `make` makes, filled from the files `name*.safetensors`."""
-    torch.manual_seed(seed)
-    with torch.device(device):
+    with torch.device(device), _made_in(dtype):
         network = make()
+    cuts = {
+        f"{path}.weight": module.cut
+        for path, module in network.named_modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    }
     if model.weights == "synthetic":
-        _fill_synthetic(network)
+        _fill_synthetic(network, cuts, seed)
     else:
         folder = BUILTIN if model.weights == "builtin" else Path(model.weights)
-        _load(network, folder, name)
-    return network.to(dtype).eval().requires_grad_(False)
+        _load(network, cuts, folder, name)
+    return network.eval().requires_grad_(False)
+
+
+@contextmanager
+def _made_in(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()
-def _fill_synthetic(network: nn.Module) -> None:
-    """Layers that start at zero would hide wrong data paths; every parameter gets random values."""
-    for parameter in network.parameters():
-        if not parameter.any():
-            parameter.normal_(std=0.02)
+def _fill_synthetic(network: nn.Module, cuts: dict[str, Cut], seed: int) -> None:
+    """Random values for all but norms, which stay one: zeros would hide wrong data paths.
+
+    Matrices get the spread that torch starts them with, uniform in +-1/sqrt(inputs); those that
+    training starts at zero, and vectors, a small one. Each unit of a cut weight has a seed of its
+    own, whichever rank makes it.
+    """
+    for key, parameter in network.named_parameters():
+        if bool((parameter == 1).all()):
+            continue
+        starts_at_zero = not bool(parameter.any())
+        cut = cuts.get(key)
+        inputs = cut.size if cut and cut.dim == 1 else parameter[0].numel()
+        small = starts_at_zero or parameter.ndim == 1
+        std = _SMALL_STD if small else (3 * inputs) ** -0.5
+        if cut is None:
+            _fill_normal(parameter, std, f"{seed}/{key}")
+            continue
+        units = (unit for run in cut.runs for unit in run[:: cut.unit])
+        parts = torch.split(parameter, cut.unit, cut.dim)
+        for part, unit in zip(parts, units, strict=True):
+            _fill_normal(part, std, f"{seed}/{key}/{unit}")
+
+
+def _fill_normal(into: Tensor, std: float, seed: str) -> None:
+    """In float32, so that every format gets the same numbers but for rounding."""
+    generator = torch.Generator(into.device)
+    digest = hashlib.blake2b(seed.encode(), digest_size=7).digest()
+    generator.manual_seed(int.from_bytes(digest, "big"))
+    values = torch.empty(into.shape, dtype=torch.float32, device=into.device)
+    into.copy_(values.normal_(std=std, generator=generator))
 
 
 @torch.no_grad()
-def _load(network: nn.Module, folder: Path, name: str) -> None:
+def _load(network: nn.Module, cuts: dict[str, Cut], folder: Path, name: str) -> None:
     files = sorted(folder.glob(f"{name}*.safetensors"))
     if not files:
         raise WeightsError(f"model.weights: no {name}*.safetensors in {folder}")
     missing = dict(network.state_dict())
     for file in files:
         try:
-            _load_file(file, missing)
+            _load_file(file, cuts, missing)
         except SafetensorError as error:
             raise WeightsError(f"{file}: {error}") from error
     if missing:
         raise WeightsError(f"{folder}: missing keys {', '.join(sorted(missing)[:8])}")
 
 
-def _load_file(file: Path, missing: dict[str, Tensor]) -> None:
-    """Copies the file's tensors into the model's, and strikes them off the list."""
-    with safe_open(file, framework="pt") as shard:
-        for key in shard.keys():  # noqa: SIM118 (not a mapping)
+def _load_file(file: Path, cuts: dict[str, Cut], missing: dict[str, Tensor]) -> None:
+    """Copies the file's tensors, or the parts wanted, into the model's; strikes them off the list.
+
+    Of a cut tensor only the rank's runs are read from the disk.
+    """
+    with safe_open(file, framework="pt") as stored:
+        for key in stored.keys():  # noqa: SIM118 (not a mapping)
             if key not in missing:
                 raise WeightsError(f"{file}: unknown or repeated key {key}")
-            into, value = missing.pop(key), shard.get_tensor(key)
-            if into.shape != value.shape:
-                raise WeightsError(
-                    f"{file}: {key} is {tuple(value.shape)}, the model has {tuple(into.shape)}"
-                )
-            into.copy_(value)
+            into, value, cut = missing.pop(key), stored.get_slice(key), cuts.get(key)
+            shape, whole = tuple(value.get_shape()), list(into.shape)
+            if cut is not None:
+                whole[cut.dim] = cut.size
+            if shape != tuple(whole):
+                raise WeightsError(f"{file}: {key} is {shape}, the model has {tuple(whole)}")
+            if cut is None:
+                into.copy_(stored.get_tensor(key))
+                continue
+            parts = torch.split(into, [len(run) for run in cut.runs], cut.dim)
+            for part, run in zip(parts, cut.runs, strict=True):
+                rows = slice(run.start, run.stop)
+                part.copy_(value[rows] if cut.dim == 0 else value[:, rows])

@@ -68,7 +68,10 @@ class Children:
         self._engine = (
             [self._child("pattern", f"{package}.pattern", group_dir, environment=_threads(1))]
             if engine.kind == "pattern"
-            else [self._child("rank0", f"{package}.rank", group_dir, ("--rank", "0"), rank)]
+            else [
+                self._child(f"rank{n}", f"{package}.rank", group_dir, ("--rank", str(n)), rank)
+                for n in range(engine.tensor_parallel)
+            ]
         )
         if engine.kind == "diffusion" and config.optimizations.dedicated_decoder:
             self._engine.append(

@@ -7,6 +7,7 @@ reaches them. Knows nothing of the connection or the engine.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from characters_serve.messages import (
     MarkReached,
     Message,
     Playback,
+    ToolCall,
     Transcript,
     TurnTiming,
     UserAudio,
@@ -98,6 +100,13 @@ class Conversation:
                 self._counters.count("agent_errors_total")
                 log.warning("the agent reports: %s", message.reason)
                 self._events.emit("error", {"message": message.reason, "fatal": False})
+            case ToolCall():
+                data = {
+                    "function_name": message.name,
+                    "tool_call_id": message.call_id,
+                    "args": json.loads(message.arguments),
+                }
+                self._events.emit("llm-function-call", data)
             case AgentClear():
                 self._silence(now_s)
             case AgentMark():

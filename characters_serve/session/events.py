@@ -43,7 +43,16 @@ class ClientText:
     content: str
 
 
-ClientMessage = ClientReady | ClientInterrupt | ClientText
+@dataclass(frozen=True, slots=True)
+class ClientToolResult:
+    """result: JSON."""
+
+    message_id: str
+    call_id: str
+    result: str
+
+
+ClientMessage = ClientReady | ClientInterrupt | ClientText | ClientToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,12 @@ def parse_client_message(raw: object) -> ClientMessage:
             if len(content) > MAX_TEXT_CHARACTERS:
                 raise BadMessage(f"data.content has more than {MAX_TEXT_CHARACTERS} characters")
             return ClientText(message_id, content)
+        case "llm-function-call-result":
+            data = tree.get("data")
+            call_id = data.get("tool_call_id") if isinstance(data, dict) else None
+            if not isinstance(data, dict) or not isinstance(call_id, str) or "result" not in data:
+                raise BadMessage("data must hold tool_call_id and result")
+            return ClientToolResult(message_id, call_id[:128], json.dumps(data["result"]))
     raise BadMessage("unknown type")
 
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import signal
 import sys
@@ -63,6 +64,8 @@ GOODBYE_S = 0.05
 LAST_WORD_S = 0.1
 M_MMAP_THRESHOLD = -3
 LARGE_BUFFER_BYTES = 64 * 1024
+
+_libc = ctypes.CDLL(None)
 
 Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon | ExternalOpen
 State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
@@ -296,6 +299,7 @@ class Host:
             await asyncio.sleep(GOODBYE_S)
             self._session = None
             await session.close()
+            del session
             if self._external is not None:
                 await self._external.close(reason)
                 self._external = None
@@ -305,6 +309,7 @@ class Host:
                     await self._children.end_character(session_id)
                 except TimeoutError as error:
                     self._fault(str(error))
+            give_back_memory()
             self._state(final, reason)
             self._session_id = None
             for name in SESSION_GAUGES:
@@ -369,9 +374,15 @@ def give_back_large_buffers() -> None:
     glibc keeps away only what is larger than the largest it has seen freed. Over 50 connections the
     heap in use stayed at 14 MB and the unused grew from 20 to 29; so it stays at 3.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # glibc only
-        mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+    if hasattr(_libc, "mallopt"):  # glibc only
+        _libc.mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+
+
+def give_back_memory() -> None:
+    """Between sessions: aiortc's objects end in reference cycles, packets leave smaller holes."""
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 async def _main(config: Config, group_dir: Path) -> int:

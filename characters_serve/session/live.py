@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from characters_serve.config import Config
-from characters_serve.messages import AgentStarted, Message, OpenSession, StepInput, VideoChunk
+from characters_serve.messages import (
+    AgentStarted,
+    Message,
+    OpenSession,
+    StepInput,
+    ToolResult,
+    VideoChunk,
+)
 from characters_serve.session.chunker import Chunker
 from characters_serve.session.clock import MediaClock
 from characters_serve.session.conversation import Conversation
@@ -25,6 +32,7 @@ from characters_serve.session.events import (
     ClientInterrupt,
     ClientReady,
     ClientText,
+    ClientToolResult,
     EventsChannel,
     ProbeHeard,
     ProbePing,
@@ -46,12 +54,12 @@ from characters_serve.session.offer import OfferRefused, check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
 from characters_serve.session.reporter import Reporter
+from characters_serve.session.trace import open_trace
 from characters_serve.session.tracks import Delivery
 
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-ENGINE_STALLED_S: Final = 10.0
 
 
 class OfferConflict(RuntimeError):
@@ -119,6 +127,9 @@ class LiveSession:
             ending_notice_s=config.session.ending_notice_s,
         )
         self._lifecycle = Lifecycle(limits, now_s)
+        self._trace = open_trace(
+            config.server.trace_dir, request.session_id, chunk_s=model.chunk_period_s
+        )
         self._peer: Peer | None = None
         self._offers = asyncio.Lock()
         self._closed = False
@@ -240,6 +251,8 @@ class LiveSession:
                 self._lifecycle.activity(now_s)
             case ClientText(_, content):
                 self._conversation.typed(content, now_s)
+            case ClientToolResult(_, call_id, result):
+                self._links.to_agent(ToolResult(self.session_id, call_id, result))
 
     def _about(self) -> dict[str, Any]:
         agent = self._agent
@@ -288,6 +301,7 @@ class LiveSession:
             log.warning("chunk %d is not the one expected", chunk.chunk_index)
             return
         self._chunk_s = now_s
+        self._trace.arrived(chunk, now_s)
         if chunk.utterance_id and chunk.epoch == self._chunker.epoch:
             self._conversation.stamp("generated", now_s - chunk.decode_ms / 1000)
             self._conversation.stamp("frames", now_s)
@@ -318,6 +332,7 @@ class LiveSession:
                 self._playout.step_sent(
                     time.monotonic(), speaking=step.utterance_id != 0 and not step.last
                 )
+                self._trace.sent(step.chunk_index, time.monotonic())
                 await self._links.send_step(step)
                 if step.utterance_id:
                     self._conversation.stamp("step", time.monotonic())
@@ -326,6 +341,7 @@ class LiveSession:
         """A picture or a packet has just been handed out."""
         now_s = time.monotonic()
         self._conversation.follow(now_s)
+        self._trace.playing(self._playout.chunk_index, now_s)
         if self._reporter.new_underruns() and self._playout.in_speech:
             self._ladder.underrun(now_s)
         if self._credits() > 0:
@@ -344,14 +360,15 @@ class LiveSession:
             self._apply(self._lifecycle.tick(now_s))
             waited_s = now_s - self._chunk_s if self._playout.in_flight else 0.0
             self._reporter.chunk_awaited(waited_s)
-            if waited_s > ENGINE_STALLED_S:
-                self._fault(f"the engine sent no chunk for {ENGINE_STALLED_S:g} s")
+            if waited_s > self._config.engine.stall_timeout_s:
+                self._fault(f"the engine sent no chunk for {waited_s:.1f} s")
             self._reporter.tick(now_s, self._peer)
 
     def _apply(self, verdicts: list[Verdict]) -> None:
         for verdict in verdicts:
             match verdict:
                 case Changed(state, reason):
+                    self._trace.event(state, time.monotonic())
                     self._links.on_state(state, reason)
                 case EndingSoon(reason, in_ms):
                     self.announce_end(reason, in_ms)
@@ -380,4 +397,5 @@ class LiveSession:
         async with self._offers:
             await self._drop_peer("the session ends")
         self._reporter.finish()
+        self._trace.close()
         await asyncio.gather(*self._peer_closing, return_exceptions=True)

@@ -33,6 +33,7 @@ from characters_serve.session.rate import RateBounds, RateControl
 from characters_serve.session.rtcp_clock import (
     MediaSender,
     adopt_sender,
+    close_to_strangers,
     harden_transport,
     shorten_jitter_buffer,
 )
@@ -139,6 +140,8 @@ class Peer:
             harden_transport(transport)
             listen_on(transport.transport.iceGatherer._connection, self._config.udp_ports)
         await pc.setLocalDescription(await pc.createAnswer())
+        for transport in {sender.transport for sender in self._senders}:
+            close_to_strangers(transport)
         self._start(self._watch_connection(), "ice-timeout")
         return announce(str(pc.localDescription.sdp), self._config.public_address)
 

@@ -71,6 +71,7 @@ class _Slot:
     speech_end: int = 0
     closes: bool = False
     held: bool = False
+    chunk_index: int = -1
 
 
 class Playout:
@@ -143,6 +144,11 @@ class Playout:
     def utterance_id(self) -> int:
         """The utterance that sounds now, or 0."""
         return self._utterance_id
+
+    @property
+    def chunk_index(self) -> int:
+        """Of the last slot decided; -1 before the first."""
+        return self._last.chunk_index
 
     @property
     def in_speech(self) -> bool:
@@ -345,6 +351,7 @@ class Playout:
                     position_ms=chunk.utterance_offset_ms + index * size * 1000.0 / AUDIO_RATE,
                     speech_end=max(0, min(size, speech_end - index * size)),
                     closes=chunk.last and index == closing,
+                    chunk_index=chunk.chunk_index,
                 )
             )
         return slots

@@ -9,7 +9,9 @@ The one place that reaches into aiortc, for the asserted version only:
 - the first report leaves with the first packet: a browser aligns picture and voice by the second,
   and its round trip is that of a link that is still empty;
 - the microphone's jitter buffer holds 20 ms instead of 80 (and 280 after the first loss);
-- datagrams that aiortc fails at are dropped: an empty one, from anybody, ended the session.
+- datagrams that aiortc fails at are dropped: an empty one, from anybody, ended the session;
+- data comes from addresses that ICE has checked: a stranger's DTLS hello or alert, in time, took
+  the place of the client's handshake.
 Knows nothing of what is sent.
 """
 
@@ -58,6 +60,7 @@ log = logging.getLogger(__name__)
 
 SUPPORTED_AIORTC: Final = "1.16.0"
 HISTORY_PACKETS: Final = 1024
+STUN_COOKIE: Final = bytes.fromhex("2112a442")
 BURST_PACKETS: Final = 12
 BURST_PAUSE_S: Final = 0.002
 KEYFRAME_INTERVAL_S: Final = 1.0
@@ -311,6 +314,31 @@ def harden_transport(transport: Any) -> None:
     ice._recv = receive_something
     for name in ("_handle_rtp_data", "_handle_rtcp_data"):
         setattr(transport, name, _dropping(getattr(transport, name)))
+
+
+def close_to_strangers(transport: Any) -> None:
+    """For an `RTCDtlsTransport` whose candidates are gathered. STUN has passwords of its own."""
+    connection = transport.transport._connection
+
+    def is_checked(address: tuple[str, int]) -> bool:
+        nominated = list(connection._nominated.values())
+        pairs = nominated + [p for p in connection._check_list if p.state is p.State.SUCCEEDED]
+        return any(pair.remote_addr == address for pair in pairs)
+
+    for protocol in connection._protocols:
+        protocol.datagram_received = _admitting(protocol.datagram_received, is_checked)
+
+
+def _admitting(
+    receive: Callable[[bytes, tuple[Any, ...]], None],
+    is_checked: Callable[[tuple[str, int]], bool],
+) -> Callable[[bytes, tuple[Any, ...]], None]:
+    def receive_checked(data: bytes, address: tuple[Any, ...]) -> None:
+        is_stun = data[4:8] == STUN_COOKIE and data[0] < 4
+        if is_stun or is_checked((address[0], address[1])):
+            receive(data, address)
+
+    return receive_checked
 
 
 def _dropping(handle: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -100,6 +100,12 @@ export class CharacterSession extends EventTarget {
   #serverKey;
   /** @type {SessionInfo|null} */
   #info = null;
+  /**
+   * Functions that the agent may call (`agent.realtime.tools` in the server's configuration).
+   * @type {Record<string, (args: any) => unknown>}
+   */
+  tools = {};
+  #token = "";
   /** @type {HTMLVideoElement|null} */
   #video = null;
   #output = new MediaStream();
@@ -115,8 +121,10 @@ export class CharacterSession extends EventTarget {
   #events = null;
   /** @type {RTCDataChannel|null} */
   #probe = null;
-  /** @type {ReturnType<typeof setInterval>|undefined} */
-  #listening;
+  /** @type {AudioContext|null} */
+  #ear = null;
+  #stopListening = () => {};
+  #leastRttMs = Infinity;
   #nextPing = 0;
   #lastPongMs = 0;
   /** @type {Record<string, number|null>} */
@@ -194,6 +202,7 @@ export class CharacterSession extends EventTarget {
       this.#setState("creating");
       const info = session ?? (await this.#create(character, image, name));
       this.#info = info;
+      this.#token = "";
       if (this.#finished) {
         await this.#release(); // stopped while the request was on its way: give the seat back
         this.#throwIfFinished();
@@ -425,6 +434,8 @@ export class CharacterSession extends EventTarget {
       body: pc.localDescription?.sdp,
       timeoutMs,
     });
+    // The secret connects once; from here on this token speaks for the session.
+    this.#token = response.headers.get("Resume-Token") ?? this.#token;
     const sdp = await response.text();
     this.#throwIfFinished();
     await pc.setRemoteDescription({ type: "answer", sdp });
@@ -490,33 +501,46 @@ export class CharacterSession extends EventTarget {
       this.#lastPongMs = nowMs;
       this.#mediaMs = pong.media_ms ?? this.#mediaMs;
       this.#metrics.rtt_ms = Math.round((nowMs - pong.c) * 10) / 10;
+      this.#leastRttMs = Math.min(this.#leastRttMs, nowMs - pong.c);
       this.#emit("metrics", { ...this.#metrics });
     });
   }
 
-  /** Tells the server when the first sound of the answer was really played here. */
+  /** Tells the server when the first sound of the answer was played here. */
   #listenForAnswer() {
     const { pc, probe } = { pc: this.#pc, probe: this.#probe };
-    const receiver = pc?.getReceivers().find(({ track }) => track.kind === "audio");
-    if (!pc || !receiver) return;
+    const [track] = this.#output.getAudioTracks();
+    if (!pc || !track) return;
+    // Chromium gives no audio level of a receiver whose packets carry none, hence an analyser.
+    this.#ear ??= new AudioContext();
+    const ear = this.#ear;
+    void ear.resume();
+    const source = ear.createMediaStreamSource(new MediaStream([track]));
+    const analyser = new AnalyserNode(ear, { fftSize: 1024 });
+    source.connect(analyser);
+    const samples = new Float32Array(analyser.fftSize);
     const untilMs = performance.now() + LISTEN_LIMIT_MS;
     let quiet = false;
-    clearInterval(this.#listening);
-    const listening = setInterval(() => {
-      const nowMs = performance.now();
-      if (pc !== this.#pc || nowMs > untilMs) return clearInterval(listening);
-      const [source] = receiver.getSynchronizationSources();
-      if (source?.audioLevel === undefined) return;
-      if (source.audioLevel < AUDIBLE_LEVEL) quiet = true;
+    const done = () => {
+      clearInterval(timer);
+      source.disconnect();
+      if (ear.state !== "closed") void ear.suspend();
+    };
+    const timer = setInterval(() => {
+      if (pc !== this.#pc || performance.now() > untilMs) return done();
+      if (ear.state !== "running") return;
+      analyser.getFloatTimeDomainData(samples);
+      const first = samples.findIndex((sample) => Math.abs(sample) >= AUDIBLE_LEVEL);
+      if (first < 0) quiet = true;
       else if (quiet) {
-        clearInterval(listening);
-        const playedMs = source.timestamp - performance.timeOrigin;
-        const agoMs = Math.max(0, nowMs - playedMs) + (this.#metrics.rtt_ms ?? 0) / 2;
-        if (probe?.readyState === "open") probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
+        done();
+        const agoMs = ((samples.length - first) / ear.sampleRate) * 1000 + this.#leastRttMs / 2;
+        const known = Number.isFinite(agoMs) && probe?.readyState === "open";
+        if (known) probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
       }
     }, LISTEN_PERIOD_MS);
-    this.#listening = listening;
-    this.#life.signal.addEventListener("abort", () => clearInterval(listening), { once: true });
+    this.#stopListening();
+    this.#stopListening = done;
   }
 
   /**
@@ -604,7 +628,7 @@ export class CharacterSession extends EventTarget {
       case "bot-ready":
         return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
       case "user-started-speaking":
-        clearInterval(this.#listening);
+        this.#stopListening();
         return this.#emit("speaking", { who: "user", speaking: true });
       case "user-stopped-speaking":
         this.#listenForAnswer();
@@ -627,6 +651,8 @@ export class CharacterSession extends EventTarget {
       case "metrics":
         this.#metrics = { ...this.#metrics, ...data, rtt_ms: this.#metrics.rtt_ms }; // ours is newer
         return this.#emit("metrics", { ...this.#metrics });
+      case "llm-function-call":
+        return void this.#runTool(data);
       case "error":
         return this.#emit("error", serverError(data.message));
       case "server-message":
@@ -634,6 +660,19 @@ export class CharacterSession extends EventTarget {
         this.#endingReason = data.reason ?? "";
         return this.#setState("ending", { reason: this.#endingReason, inMs: data.in_ms ?? 0 });
     }
+  }
+
+  /** @param {{function_name: string, tool_call_id: string, args: Record<string, unknown>}} call */
+  async #runTool({ function_name, tool_call_id, args }) {
+    const tool = this.tools[function_name];
+    /** @type {unknown} */
+    let result = { error: `the page has no ${function_name}` };
+    try {
+      if (tool) result = (await tool(args)) ?? null;
+    } catch (cause) {
+      result = { error: String(cause) };
+    }
+    this.#send("llm-function-call-result", { function_name, tool_call_id, arguments: args, result });
   }
 
   /**
@@ -672,7 +711,7 @@ export class CharacterSession extends EventTarget {
     const signals = detached ? [] : [this.#life.signal];
     if (timeoutMs) signals.push(AbortSignal.timeout(timeoutMs));
     const url = `${this.#baseUrl}/v1/sessions/${encodeURIComponent(info.id)}${path}`;
-    return request(url, { ...options, token: info.client_secret.value, signal: anySignal(signals) });
+    return request(url, { ...options, token: this.#token || info.client_secret.value, signal: anySignal(signals) });
   }
 
   /**
@@ -707,6 +746,8 @@ export class CharacterSession extends EventTarget {
     this.#dropMic();
     if (this.#video?.srcObject === this.#output) this.#video.srcObject = null;
     this.#life.abort();
+    this.#stopListening();
+    void this.#ear?.close();
     if (tellServer) void this.#release();
     const message = error?.message ?? "";
     if (error) this.#emit("error", error);

@@ -402,13 +402,13 @@ async function drawStats() {
 
 /** The parts of a turn: who spends the time, what on, and the stage at which it is over. */
 const TURN_PARTS = [
-  ["agent", "waiting for more words", "end_of_turn"],
-  ["agent", "understanding", "transcript"],
+  ["agent", "pause", "end_of_turn"],
+  ["agent", "words", "transcript"],
   ["agent", "thinking", "reply"],
-  ["agent", "finding its voice", "first_audio"],
-  ["picture", "making the picture", "frames"],
-  ["picture", "keeping in step", "voice"],
-  ["way", "on its way to you", "heard"],
+  ["agent", "voice", "first_audio"],
+  ["picture", "picture", "frames"],
+  ["picture", "buffer", "voice"],
+  ["way", "delivery", "heard"],
 ];
 
 /** Drawn with the figures, once there is a turn: the same numbers that the server exports. */

@@ -117,7 +117,9 @@ class Server:
 
 
 @contextmanager
-def running_server(run_dir: Path, *settings: str) -> Iterator[Server]:
+def running_server(
+    run_dir: Path, *settings: str, module: str = "characters_serve.cli"
+) -> Iterator[Server]:
     """Ready when it is handed out; afterwards nothing of it is left, or the test fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     all_settings = (
@@ -132,7 +134,7 @@ def running_server(run_dir: Path, *settings: str) -> Iterator[Server]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "characters_serve.cli", "serve"),
+                *(sys.executable, "-m", module, "serve"),
                 *(part for setting in all_settings for part in ("--set", setting)),
             ],
             cwd=ROOT,

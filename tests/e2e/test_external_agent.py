@@ -163,7 +163,7 @@ async def test_the_readmes_example_is_heard_as_it_was_sent(
     measure("hertz", round(hertz, 2))
     measure("seconds", round(seconds, 4))
     assert hertz == pytest.approx(1000, rel=0.001)
-    assert seconds == pytest.approx(1.5, abs=0.05)  # two lost packets at most
+    assert 1.2 < seconds < 1.52  # a busy machine may lose packets; a wrong rate moves the tone
     assert finished["position_ms"] == pytest.approx(1500, abs=20)
     assert not finished["interrupted"]
 
@@ -312,3 +312,107 @@ async def test_who_may_open_a_socket_and_how_it_ends(server: Server) -> None:
             assert over.value.rcvd is not None and over.value.rcvd.code == 1000
             assert over.value.rcvd.reason == "ended by the user"
         assert (await closed(t.url, additional_headers=t.headers))[0] == 4410
+
+
+async def test_a_livekit_agents_voice(server: Server) -> None:
+    pytest.importorskip("livekit.agents", reason="the livekit extra is not installed")
+    from livekit import rtc
+
+    from scripts.examples.livekit_avatar import CharacterAvatar
+
+    async with talk(server) as t:
+        avatar = CharacterAvatar(t.url, t.secret)
+        started: list[object] = []
+        finished: list[tuple[float, bool]] = []
+        avatar.on("playback_started", started.append)
+        avatar.on(
+            "playback_finished", lambda e: finished.append((e.playback_position, e.interrupted))
+        )
+        running = asyncio.create_task(avatar.run())
+
+        async def push(seconds: float, rate: int = 24_000) -> None:
+            for _ in range(round(seconds * 10)):
+                await avatar.capture_frame(rtc.AudioFrame(tone(rate, 0.1), rate, 1, rate // 10))
+
+        heard = await asyncio.wait_for(anext(avatar.microphone), 15)
+        assert (heard.sample_rate, heard.samples_per_channel) == (16_000, 320)
+        await push(1.0)
+        avatar.flush()
+        event = await asyncio.wait_for(avatar.wait_for_playout(), 15)
+        assert event.playback_position == pytest.approx(1.0, abs=0.02) and not event.interrupted
+        await push(20.0, 16_000)
+        await until(lambda: len(started) == 2)
+        await push(100.0, 16_000)  # more than the server takes
+        avatar.flush()
+        await push(1.0)  # a second one, of which nothing has left yet
+        avatar.flush()
+        avatar.clear_buffer()
+        await asyncio.wait_for(avatar.wait_for_playout(), 15)
+        assert [interrupted for _, interrupted in finished] == [False, True, True]
+        assert 0 < finished[1][0] < 20 and finished[2][0] == 0
+        await push(0.5)
+        avatar.flush()
+        event = await asyncio.wait_for(avatar.wait_for_playout(), 15)
+        assert event.playback_position == pytest.approx(0.5, abs=0.02)
+        await push(5.0)
+        await t.http.delete(t.path, headers=t.headers)
+        await asyncio.wait_for(running, 15)
+        await asyncio.wait_for(avatar.wait_for_playout(), 15)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_pipecat_pipelines_voice(server: Server) -> None:
+    pytest.importorskip("pipecat.pipeline", reason="the pipecat extra is not installed")
+    from pipecat.frames.frames import (
+        BotStartedSpeakingFrame,
+        BotStoppedSpeakingFrame,
+        Frame,
+        InputAudioRawFrame,
+        InterruptionFrame,
+        TTSAudioRawFrame,
+        TTSStoppedFrame,
+    )
+    from pipecat.pipeline.pipeline import Pipeline
+    from pipecat.pipeline.runner import PipelineRunner
+    from pipecat.pipeline.task import PipelineTask
+    from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+
+    from scripts.examples.pipecat_avatar import Character
+
+    class Bot(FrameProcessor):
+        """In the place of recognition, thought and synthesis."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[type[Frame]] = []
+
+        async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+            await super().process_frame(frame, direction)
+            self.seen.append(type(frame))
+            await self.push_frame(frame, direction)
+
+        async def speak(self, seconds: float) -> None:
+            await self.push_frame(TTSAudioRawFrame(tone(24_000, seconds), 24_000, 1))
+
+    async with talk(server) as t:
+        character, bot = Character(t.url, t.secret), Bot()
+        task = PipelineTask(Pipeline([character.microphone, bot, character.voice]))
+        work = [
+            asyncio.create_task(character.run()),
+            asyncio.create_task(PipelineRunner(handle_sigint=False).run(task)),
+        ]
+        try:
+            await until(lambda: InputAudioRawFrame in bot.seen)
+            await bot.speak(1.0)
+            await bot.push_frame(TTSStoppedFrame())
+            await until(lambda: BotStoppedSpeakingFrame in bot.seen)
+            assert bot.seen.count(BotStartedSpeakingFrame) == 1
+            await bot.speak(30.0)
+            await until(lambda: bot.seen.count(BotStartedSpeakingFrame) == 2)
+            await bot.push_frame(InterruptionFrame())
+            await until(lambda: bot.seen.count(BotStoppedSpeakingFrame) == 2)
+            assert t.client.kinds().count("bot-interrupted") == 1
+        finally:
+            await task.cancel()
+            await t.http.delete(t.path, headers=t.headers)
+            await asyncio.wait_for(asyncio.gather(*work), 15)

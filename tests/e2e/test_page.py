@@ -119,6 +119,10 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     measure("held_ms", held_ms)
     turns = [e["data"] for e in events if "turn_latency_ms" in (e.get("data") or {})]
     measure("turn", turns)
+    (whole,) = [
+        e["data"]["turn"] for e in events if "heard" in (e.get("data") or {}).get("turn", {})
+    ]
+    assert whole["voice"] <= whole["heard"] < whole["voice"] + 5000
     measure("heard", heard["data"]["text"])
 
     voiced = [at for at, rms in levels if at > question_end_ms and rms > VOICE]

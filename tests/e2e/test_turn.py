@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -96,6 +97,24 @@ async def test_all_media_goes_through_the_relay(
             await tab.reach("idle")
         server.when_free()
         assert ":characters" in log.read_text("utf-8", "replace"), "the session's own user name"
+
+
+async def test_a_relay_that_never_answers_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Measure
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        with served(tmp_path, silent.getsockname()[1], monkeypatch) as server:
+            async with browser() as launched:
+                tab = await new_tab(launched, server)
+                measure("live_s", round(await tab.talk(), 2))
+                await tab.page.get_by_test_id("stop").click()
+                await tab.reach("idle")
+                await asyncio.to_thread(server.when_free)
+                # And once more on the same page, which was not loaded again.
+                await tab.talk()
+                await tab.page.get_by_test_id("stop").click()
+                await tab.reach("idle")
 
 
 async def test_a_browser_that_reaches_nothing_says_so_and_frees_the_seat(

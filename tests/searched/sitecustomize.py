@@ -1,9 +1,9 @@
 """In: SIGUSR1. Out: which secrets are held by anything that this process can still reach.
 
 Every Python process whose PYTHONPATH names this folder loads it. SECRETS_FILE holds one secret a
-line, in hex; the answer is written beside it, one file for each process. The search runs in a fork,
-so that the process itself goes on. Memory that is free, and what only C libraries hold, is not
-seen.
+line, in hex; the answer is written beside it, one file for each process. The search runs in a fork:
+the process goes on, and to look at a frame's variables, which keeps them, changes nothing in it.
+Not seen: memory that is free, what only C libraries hold, and variables of other threads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,16 +18,12 @@ from typing import Any
 SHORTEST = 8
 
 
-def holders(skipped: FrameType | None) -> list[Any]:
+def holders(frame: FrameType | None) -> list[Any]:
     """Every object that may refer to data, and the variables of every running function."""
-    gc.collect()
     found: list[Any] = gc.get_objects()
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame is not skipped:
-                found.append(list(frame.f_locals.values()))
-            frame = frame.f_back
+    while frame is not None:
+        found.append(list(frame.f_locals.values()))
+        frame = frame.f_back
     return found
 
 
@@ -57,9 +52,10 @@ def found_in(value: Any, secrets: list[bytes], words: list[str]) -> set[int]:
 
 def search(_number: int, frame: FrameType | None) -> None:
     pid = os.getpid()
-    held = holders(sys._getframe())
+    gc.collect()
     if os.fork():
         return
+    held = holders(frame)
     path = Path(os.environ["SECRETS_FILE"])
     lines = path.read_text().split()
     secrets = [bytes.fromhex(line) for line in lines]

@@ -110,6 +110,7 @@ class HostParent:
             group_dir,
             on_message=self._receive,
             on_exit=self._exit,
+            ping_timeout_s=config.fleet.ping_timeout_s,
         )
 
     async def start(self) -> None:

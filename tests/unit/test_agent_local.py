@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from characters_serve.agent.base import AgentEvent
-from characters_serve.agent.local import LocalAgent, LocalModels, load_models
+from characters_serve.agent.local import LocalAgent, LocalModels, TurnClock, load_models
 from characters_serve.config import AgentConfig, ChatConfig
 from characters_serve.messages import (
     AgentAudio,
@@ -294,6 +294,34 @@ async def test_the_chat_endpoint_hears_what_was_really_spoken(models: LocalModel
     assert "never" not in heard
 
 
+async def test_a_word_while_a_slow_chat_endpoint_thinks(models: LocalModels) -> None:
+    thought = asyncio.Event()
+
+    async def answer(_: Request) -> Response:
+        async def stream() -> AsyncIterator[str]:
+            await thought.wait()
+            yield event("It is forty-two.")
+
+        return StreamingResponse(stream())
+
+    async with chat_server(answer) as base_url:
+        chat = ChatConfig(base_url=base_url, filler_after_s=0.05)
+        async with scene(models, config=AgentConfig(chat=chat)) as s:
+            s.agent.read("What is the answer?")
+            await s.until(lambda: s.audio(1))
+            assert "forty-two" not in " ".join(piece.text for piece in s.audio(1))
+            thought.set()
+            said = " ".join(piece.text for piece in await s.until_said(1) if piece.text)
+            assert said.endswith("It is forty-two.") and len(said) > len("It is forty-two.")
+            thought.clear()
+            s.agent.read("And then?")
+            await s.until(lambda: s.audio(2))
+            s.agent.interrupt(2)  # while it still waits for the endpoint
+            s.agent.say("I am back.")
+            assert_whole(await s.until_said(3), "I am back.")
+            thought.set()
+
+
 async def test_a_failing_chat_endpoint_is_said_aloud_and_reported(models: LocalModels) -> None:
     async def answer(_: Request) -> Response:
         return JSONResponse({}, 503)
@@ -341,3 +369,43 @@ async def test_a_turn_answered_late_waits_for_the_user_to_finish(models: LocalMo
         assert "Peter" in " ".join(piece.text for piece in pieces)
         assert len(s.transcripts("user")) == 2
         assert not any(isinstance(e, UserSpeech) and e.barge_in for e in s.events)
+
+
+async def test_a_long_answer_with_numbers_and_names_is_spoken_whole(models: LocalModels) -> None:
+    text = (
+        "Dr. Bartholomew O'Neill, of Llanfairpwll, was born on 3.14.1879 and paid $23.50. "
+        "The number is 555-1234; call it at 7:30 a.m. or 19h. "
+        f"And {' '.join(['very'] * 60)} long, without a stop"
+    )
+    async with scene(models) as s:
+        s.agent.say(text)
+        await s.until(lambda: any(piece.last for piece in s.audio(1)), timeout_s=60)
+        pieces = s.audio(1)
+        spoken = " ".join(piece.text for piece in pieces if piece.text)
+        assert spoken.replace(" ", "") == text.replace(" ", "")
+        seconds = sum(len(piece.pcm) for piece in pieces) / 48_000
+        assert 20 < seconds < 90
+
+
+async def test_an_answer_of_nothing_is_no_utterance(models: LocalModels) -> None:
+    async with scene(models) as s:
+        for text in ("", "   ", "...", "🙂 *** 🙂"):
+            s.agent.say(text)
+        s.agent.say("Still here.")
+        await s.until(lambda: s.transcripts("character", final=False))
+        said = {e.utterance_id for e in s.events if isinstance(e, AgentAudio)}
+        assert said == {5}, "what cannot be said leaves a gap"
+
+
+async def test_a_loud_noise_is_asked_about_once(models: LocalModels) -> None:
+    """Voiced sounds without a word in them: a user who only hears "pardon?" gives up."""
+    async with scene(models) as s:
+        s.agent._clock_s = lambda: 0.0  # a slow machine is no lost microphone
+        for _ in range(2):
+            s.agent._turn_over("", 2.0, TurnClock(0.0))
+        s.agent._turn_over("", 0.3, TurnClock(0.0))
+        pieces = await s.until_said(1)
+        assert any(piece.text for piece in pieces)
+        s.agent.say("And on.")
+        await s.until_said(2)
+        assert s.agent._last_id == 2

@@ -25,6 +25,8 @@ from characters_serve.messages import (
     AgentStarted,
     Persona,
     Playback,
+    ToolCall,
+    ToolResult,
     Transcript,
     TurnTiming,
     UserSpeech,
@@ -198,8 +200,7 @@ async def test_errors_in_plain_words() -> None:
             "response.done", response={"id": "x", "status": "failed", "status_details": failed}
         )
         await s.server.send("response.created", response={"id": "y"})
-        call = {"call_id": "c", "name": "open_door", "arguments": "{}"}
-        await s.server.send("response.function_call_arguments.done", response_id="y", **call)
+        await s.server.call("y", "c", "open_door", "{}")
         await s.server.send("response.done", response={"id": "y", "status": "completed"})
         assert s.server.socket is not None
         await s.server.socket.send("nonsense")
@@ -212,7 +213,77 @@ async def test_errors_in_plain_words() -> None:
             "the realtime API sent an event that cannot be understood",
         ]
         (item,) = [e["item"] for e in s.server.of("conversation.item.create")]
-        assert item["type"] == "function_call_output" and "no tools" in item["output"]
+        assert item["type"] == "function_call_output" and "no such" in item["output"]
+
+
+async def test_a_function_is_run_by_the_client() -> None:
+    tools = [{"name": "open_door", "description": "Opens it."}]
+    async with scene(tools=tools) as s:
+        (update,) = s.server.of("session.update")
+        (tool,) = update["session"]["tools"]
+        assert tool["type"] == "function" and tool["parameters"]["type"] == "object"
+        await s.server.send("response.created", response={"id": "x"})
+        await s.server.call("x", "c1", "open_door", '{"wide": true}')
+        await s.server.send("response.done", response={"id": "x", "status": "completed"})
+        await s.until(lambda: s.of(ToolCall))
+        assert s.of(ToolCall) == [ToolCall("s", "c1", "open_door", '{"wide": true}')]
+        s.agent.tool_result(ToolResult("s", "another", "1"))
+        for _ in range(2):  # a client may say it twice
+            s.agent.tool_result(ToolResult("s", "c1", '{"opened": true}'))
+        assert await s.said(1) == tone(0.5)
+        (item,) = [e["item"] for e in s.server.of("conversation.item.create")]
+        assert item == {
+            "type": "function_call_output",
+            "call_id": "c1",
+            "output": '{"opened": true}',
+        }
+        assert len(s.server.of("response.create")) == 1 and s.errors() == []
+
+
+# What the API may send and this agent has no use for, and what a new version may bring.
+UNUSED = [
+    "conversation.created",
+    "conversation.item.added",
+    "conversation.item.created",
+    "conversation.item.done",
+    "conversation.item.deleted",
+    "conversation.item.retrieved",
+    "conversation.item.truncated",
+    "conversation.item.input_audio_transcription.segment",
+    "input_audio_buffer.cleared",
+    "input_audio_buffer.committed",
+    "input_audio_buffer.timeout_triggered",
+    "mcp_list_tools.completed",
+    "output_audio_buffer.started",
+    "response.content_part.added",
+    "response.content_part.done",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "response.output_item.added",
+    "response.output_text.delta",
+    "response.output_audio.done",
+    "something.new",
+]
+
+
+async def test_events_without_use_do_no_harm() -> None:
+    async with scene() as s:
+        for kind in UNUSED:
+            await s.server.send(kind, event_id="e", response_id="x", item_id="i", item={})
+        s.agent.say("Still here.")
+        assert await s.said(1) == tone(0.5)
+        assert s.errors() == []
+
+
+async def test_an_event_that_lacks_what_it_must_hold_is_told_and_survived() -> None:
+    kinds = ["response.created", "response.done", "rate_limits.updated", "error"]
+    async with scene() as s:
+        for kind in kinds:
+            await s.server.send(kind)
+        s.agent.say("Still here.")
+        assert await s.said(1) == tone(0.5)
+        words = "the realtime API sent an event that cannot be understood"
+        assert s.errors() == [words] * len(kinds)
 
 
 async def test_a_lost_connection_comes_back_with_its_memory(

@@ -6,9 +6,11 @@ No image is built and no cluster is asked.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +210,24 @@ def test_compose_starts_the_server_with_settings_that_exist() -> None:
     assert {panel["datasource"]["uid"] for panel in dashboard["panels"]} == {source["uid"]}
 
 
+def test_the_relay_reaches_the_server_alone_and_has_quotas() -> None:
+    compose = documents("compose.yaml")[0]
+    address = compose["services"]["server"]["networks"]["default"]["ipv4_address"]
+    (subnet,) = compose["networks"]["default"]["ipam"]["config"]
+    assert ipaddress.ip_address(address) in ipaddress.ip_network(subnet["subnet"])
+    command = compose["services"]["coturn"]["command"]
+    denied = [word.split("=", 1)[1] for word in command if word.startswith("--denied-peer-ip=")]
+    for version, ends in ((4, denied[0]), (6, denied[1])):
+        first, last = (ipaddress.ip_address(end) for end in ends.split("-"))
+        assert first.version == version and int(first) == 0
+        assert int(last) == 2**first.max_prefixlen - 1
+    allowed = [word for word in command if word.startswith("--allowed-peer-ip=")]
+    assert allowed == [f"--allowed-peer-ip={address}"]
+    assert "--use-auth-secret" in command and "--no-multicast-peers" in command
+    for quota in ("user-quota", "total-quota", "max-bps"):
+        assert any(re.fullmatch(rf"--{quota}=[1-9]\d*", word) for word in command), quota
+
+
 # ---------------------------------------------------------------- Kubernetes
 
 
@@ -272,6 +292,45 @@ def test_the_network_policy_lets_the_api_and_media_in() -> None:
     ]
     assert {"protocol": "TCP", "port": container()["ports"][0]["containerPort"]} in rules
     assert any(rule["protocol"] == "UDP" and rule["endPort"] == 65535 for rule in rules)
+
+
+def test_a_ray_worker_has_the_gpus_of_one_group() -> None:
+    job, service = documents("kuberay.yaml")
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words[0] == "characters"
+    config = config_of(words[1:])
+    assert config.fleet.engine == "ray" and config.fleet.ray_address == "auto"
+    cluster = job["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == config.fleet.groups
+    longest_s = config.session.max_duration_s + config.server.drain_s
+    user = [rest for word, rest in instructions() if word == "USER"][-1].split(":")[0]
+    for group in (cluster["headGroupSpec"], workers):
+        pod = group["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] >= longest_s
+        assert str(pod["securityContext"]["runAsUser"]) == user
+    (worker,) = workers["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == config.group_shape.gpus
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert head["ports"][0]["containerPort"] == config.server.port
+    assert head["readinessProbe"]["httpGet"]["path"] in routes()
+    assert service["spec"]["selector"]["app"] == job["metadata"]["labels"]["app"]
+    extras = re.findall(r"EXTRAS=(\w+)", (DOCKER / "kuberay.yaml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extras == ["ray"] and "ray" in project["optional-dependencies"]
+
+
+def test_the_guide_names_what_exists() -> None:
+    guide = (DOCKER / "README.md").read_text()
+    for name in re.findall(r"`([\w-]+\.(?:yaml|json))`", guide):
+        assert (DOCKER / name).is_file(), name
+    for setting in re.findall(r"--set ([a-z_.]+=[\w/]+)", guide):
+        load_config(overrides=[setting])
+    alerts = {rule["alert"] for rule in documents("alerts.yaml")[0]["groups"][0]["rules"]}
+    assert {"ChunkWatchdog", "RebuildLoop"} <= alerts
+    named = set(_METRIC.findall(guide))
+    drawn = {name for expression in expressions().values() for name in _METRIC.findall(expression)}
+    assert named and named <= drawn
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DOCKER.iterdir()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -227,6 +228,25 @@ async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
     assert child.pid is not None
     os.kill(child.pid, signal.SIGSTOP)
     assert "pattern" in await asyncio.wait_for(group.exits.get(), 5)
+
+
+async def test_a_parent_that_was_itself_stopped_accuses_no_child(open_group: OpenGroup) -> None:
+    group = open_group(PATTERN)
+    child = ChildProcess(
+        "pattern",
+        "characters_serve.engine.pattern",
+        group.folder,
+        on_message=group.said.put,
+        on_exit=group.exits.put,
+        ping_interval_s=0.2,
+        ping_timeout_s=2.0,
+    )
+    group.children["pattern"] = child
+    await child.start(timeout_s=60)
+    await asyncio.sleep(0.5)
+    time.sleep(3)  # as SIGSTOP, or a machine that is paused
+    await asyncio.sleep(1)
+    assert group.exits.empty()
 
 
 async def test_an_unusable_configuration_is_failed_with_its_reason(open_group: OpenGroup) -> None:

@@ -96,12 +96,27 @@ async def test_an_actor_that_dies_or_stops_takes_its_host_with_it(
 async def test_a_group_that_no_node_can_hold_says_why(ray_cluster: Any, tmp_path: Path) -> None:
     from characters_serve.fleet.ray import RayHost, why_no_room
 
-    config = ray_config(tmp_path, "engine.tensor_parallel=4")
+    config = ray_config(tmp_path, "engine.tensor_parallel=4", "model.num_heads=4")
     host = RayHost("g0", config, FAKE_HOST, _ignore, _ignore)
     with pytest.raises(ChildFailed, match=r"needs 5 GPUs .* the most that any host joins is 4"):
         await host.start(1.0)
     assert "all such nodes are taken" in why_no_room(GroupShape(1), 2)
     assert why_no_room(GroupShape(1), 0) == "no node has a free processor"
+
+
+def test_each_node_has_a_public_address_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from characters_serve.fleet.ray import PUBLIC_ADDRESS_ENV, on_this_node
+
+    config = ray_config(tmp_path)
+    monkeypatch.delenv(PUBLIC_ADDRESS_ENV, raising=False)
+    assert on_this_node(config) == config
+    monkeypatch.setenv(PUBLIC_ADDRESS_ENV, "203.0.113.9")
+    assert on_this_node(config).delivery.public_address == "203.0.113.9"
+    monkeypatch.setenv(PUBLIC_ADDRESS_ENV, "node.example")
+    with pytest.raises(ValueError, match="public_address"):
+        on_this_node(config)
 
 
 async def test_a_gateway_that_dies_leaves_no_host(ray_cluster: Any, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import random
-import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from characters_serve.gateway import app as app_module
 from characters_serve.gateway import characters as characters_module
 from characters_serve.gateway import limits, service, sessions
 from characters_serve.gateway.app import create_app
+from characters_serve.gateway.images import load_reference
 
 ROOT = Path(__file__).parents[2]
 BASE = "http://127.0.0.1:8080"
@@ -122,6 +124,11 @@ class Api:
         )
 
 
+def resumed(session: dict[str, Any], answer: httpx.Response) -> dict[str, Any]:
+    """The session as its client knows it once it has an answer."""
+    return {**session, "client_secret": {"value": answer.headers["resume-token"]}}
+
+
 def secret_of(session: dict[str, Any]) -> dict[str, str]:
     return {"Authorization": f"Bearer {session['client_secret']['value']}"}
 
@@ -202,6 +209,7 @@ async def test_json_offers_are_answered_in_json(api: Api) -> None:
         "sdp": "v=0\r\nanswer",
         "type": "answer",
         "location": response.headers["location"],
+        "resume_token": response.headers["resume-token"],
     }
 
 
@@ -219,17 +227,71 @@ async def test_an_offer_does_not_wait_for_ever(api: Api, monkeypatch: pytest.Mon
 
 async def test_a_second_offer_needs_takeover(api: Api) -> None:
     session = await api.create()
-    assert (await api.offer(session)).status_code == 201
+    answer = await api.offer(session)
+    assert answer.status_code == 201
+    session = resumed(session, answer)
     problem(await api.offer(session), 409)
     assert (await api.offer(session, query="?takeover=1")).status_code == 201
     assert api.groups("live") == 1
+
+
+async def test_a_client_secret_makes_one_connection_and_the_resume_token_the_others(
+    api: Api,
+) -> None:
+    session = await api.create()
+    answer = await api.offer(session)
+    await api.reach(session, "live")
+    assert "resume token" in problem(await api.offer(session, query="?takeover=1"), 403)
+    client = resumed(session, answer)
+    for _ in range(2):
+        answer = await api.offer(client, query="?takeover=1")
+        assert answer.status_code == 201
+        client = resumed(client, answer)
+    other = await api.http.delete(f"/v1/sessions/{'0' * 32}", headers=secret_of(client))
+    problem(other, 404)
+
+
+async def test_a_connection_that_came_to_nothing_may_be_tried_again(api: Api) -> None:
+    session = await api.create()
+    problem(await api.offer(session, OFFER + "refuse"), 400)
+    assert (await api.offer(session)).status_code == 201
+
+
+async def test_an_expired_secret_ends_no_session_and_the_resume_token_goes_on(api: Api) -> None:
+    session = await api.create()
+    client = resumed(session, await api.offer(session))
+    await api.reach(session, "live")
+    began_s = api.gateway.now_unix_s()
+    api.gateway.now_unix_s = lambda: began_s + 600.0  # type: ignore[assignment]
+    path = f"/v1/sessions/{session['id']}"
+    problem(await api.http.get(path, headers=secret_of(session)), 401)
+    assert (await api.status(client))["status"] == "live"
+    assert (await api.http.delete(path, headers=secret_of(client))).status_code == 204
+    await api.until(lambda: api.groups("ready"))
+
+
+async def test_a_step_of_the_wall_clock_changes_nothing_live(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await api.create()
+    assert (await api.offer(session)).status_code == 201
+    await api.reach(session, "live")
+    real = time.time
+    for step_s in (86_400.0, -86_400.0):
+        monkeypatch.setattr(time, "time", lambda step_s=step_s: real() + step_s)
+        await asyncio.sleep(1.2)  # the sweeps have looked
+        assert (await api.status(session))["status"] == "live"
+    path = f"/v1/sessions/{session['id']}"
+    assert (await api.http.delete(path, headers=secret_of(session))).status_code == 204
+    await api.until(lambda: api.groups("ready"))
 
 
 async def test_offers_at_the_same_time_are_answered_one_by_one(api: Api) -> None:
     session = await api.create()
     answers = await asyncio.gather(*(api.offer(session) for _ in range(5)))
     assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409, 409]
-    answers = await asyncio.gather(*(api.offer(session, OFFER + "slow") for _ in range(3)))
+    client = resumed(session, next(a for a in answers if a.status_code == 201))
+    answers = await asyncio.gather(*(api.offer(client, OFFER + "slow") for _ in range(3)))
     assert [answer.status_code for answer in answers] == [201] * 3
 
 
@@ -423,7 +485,7 @@ async def test_a_host_that_never_opens_is_replaced(
 
 async def test_a_host_that_dies_live_fails_its_session(api: Api) -> None:
     session = await api.create()
-    assert (await api.offer(session)).status_code == 201
+    session = resumed(session, await api.offer(session))
     problem(await api.offer(session, OFFER + "crash", "?takeover=1"), 504)
     assert "exited with code 5" in (await api.reach(session, "failed"))["reason"]
     await api.until(lambda: api.groups("ready"))
@@ -513,7 +575,13 @@ async def test_garbage_offers_change_nothing(api: Api) -> None:
     assert api.groups("live") == 1
 
 
-async def test_mangled_requests_are_answered_and_change_nothing(tmp_path: Path) -> None:
+async def test_mangled_requests_are_answered_and_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def decode(data: bytes, width: int, height: int) -> bytes:
+        return load_reference(data, width, height)  # without a process for each
+
+    monkeypatch.setattr(service, "decode", decode)
     async with serving(app_config(tmp_path, "server.sessions_per_minute=1000")) as api:
         request = api.http.build_request(
             "POST", "/v1/sessions", files={"image": picture()}, data={"name": "Ada", "seed": "1"}
@@ -631,20 +699,22 @@ async def test_bad_uploads_name_the_image_and_hold_no_slot(api: Api) -> None:
 async def test_pictures_do_not_queue_without_bound(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(_data: bytes, width: int, height: int) -> bytes:
-        assert answered.wait(15), "the event loop waits for an image"
+    decoding, most = 0, 0
+
+    async def slow(_data: bytes, width: int, height: int) -> bytes:
+        nonlocal decoding, most
+        decoding += 1
+        most = max(most, decoding)
+        await asyncio.sleep(0.1)
+        decoding -= 1
         return bytes(width * height * 3)
 
-    answered = threading.Event()
     monkeypatch.setattr(service, "MAX_WAITING_IMAGES", 2)
-    monkeypatch.setattr(service, "load_reference", slow)
-    posts = (api.http.post("/v1/sessions", files={"image": picture()}) for _ in range(4))
-    uploads = asyncio.gather(*posts)
-    await asyncio.sleep(0.1)
-    assert (await api.http.get("/healthz/live")).status_code == 200
-    answered.set()
-    responses = await uploads
+    monkeypatch.setattr(service, "decode", slow)
+    uploads = (api.http.post("/v1/sessions", files={"image": picture()}) for _ in range(4))
+    responses = await asyncio.gather(*uploads)
     assert sorted(r.status_code for r in responses) == [201, 503, 503, 503]
+    assert most == 1
     assert all("retry-after" in r.headers for r in responses if r.status_code == 503)
 
 
@@ -696,6 +766,65 @@ async def test_too_many_sessions_from_one_address_are_429(tmp_path: Path) -> Non
         response = await api.http.post("/v1/sessions", json={"character": "ada"})
         problem(response, 429)
         assert 1 <= int(response.headers["retry-after"]) <= 30
+
+
+async def test_requests_of_one_address_are_429_and_those_of_another_served(
+    tmp_path: Path,
+) -> None:
+    async with serving(app_config(tmp_path, "server.requests_per_minute=5")) as api:
+        codes = [(await api.http.get("/v1/characters")).status_code for _ in range(8)]
+        assert codes == [200] * 5 + [429] * 3
+        response = await api.http.get("/v1/characters")
+        problem(response, 429)
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await api.http.get("/healthz/live")).status_code == 200
+        elsewhere = httpx.ASGITransport(api.app, client=("192.0.2.7", 1))
+        async with httpx.AsyncClient(transport=elsewhere, base_url=BASE) as other:
+            assert (await other.get("/v1/characters")).status_code == 200
+
+
+async def test_a_key_has_its_own_rate_quota_and_sessions(tmp_path: Path) -> None:
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(name.encode()).hexdigest(), **limits}
+        for name, limits in (
+            ("web", {"max_sessions": 1, "sessions_per_minute": 4}),
+            ("app", {"sessions_per_minute": 9}),
+        )
+    ]
+    config = app_config(tmp_path, f"server.api_keys={json.dumps(keys)}", "fleet.groups=2")
+    async with serving(config) as api:
+        await api.until(lambda: api.groups("ready") == 2)
+        web, app = ({"Authorization": f"Bearer {name}"} for name in ("web", "app"))
+
+        async def create(headers: dict[str, str]) -> httpx.Response:
+            return await api.http.post("/v1/sessions", json={"character": "ada"}, headers=headers)
+
+        problem(await create({}), 401)
+        burst = await asyncio.gather(*(create(web) for _ in range(3)))
+        assert sorted(response.status_code for response in burst) == [201, 429, 429]
+        session = next(r.json() for r in burst if r.status_code == 201)
+        path = f"/v1/sessions/{session['id']}"
+        assert (await api.http.get(path, headers=web)).status_code == 200
+        for method, suffix in (("GET", ""), ("DELETE", ""), ("POST", "/interrupt")):
+            problem(await api.http.request(method, path + suffix, headers=app), 404)
+        assert (await create(app)).status_code == 201, "another key's quota is its own"
+        assert (await api.http.delete(path, headers=web)).status_code == 204
+        await api.until(lambda: api.groups("ready") == 1)
+        assert (await create(web)).status_code == 201, "the fourth of this minute"
+        assert "address or key" in problem(await create(web), 429)
+        assert (await api.http.get("/metrics")).text.count('refused_total{why="quota"} 2.0') == 1
+
+
+async def test_a_storm_of_commands_is_429(api: Api) -> None:
+    session = await api.create()
+    await api.reach(session, "ready")
+    path = f"/v1/sessions/{session['id']}/interrupt"
+    codes = [
+        (await api.http.post(path, headers=secret_of(session))).status_code
+        for _ in range(service.COMMANDS_PER_MINUTE + 10)
+    ]
+    assert codes[: service.COMMANDS_PER_MINUTE] == [204] * service.COMMANDS_PER_MINUTE
+    assert codes[-1] == 429
 
 
 async def test_a_storm_of_offers_is_429(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,7 +888,7 @@ async def test_no_route_of_a_session_serves_the_secret_of_another(tmp_path: Path
     async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
         await api.until(lambda: api.groups("ready") == 2)
         mine, other = await api.create(), await api.create()
-        assert (await api.offer(other)).status_code == 201
+        other = resumed(other, await api.offer(other))
         await api.reach(other, "live")
         stranger = mine["client_secret"]["value"]
         bodies: list[tuple[dict[str, str], str]] = [
@@ -825,6 +954,8 @@ async def test_a_server_key_is_needed_once_it_is_set(
 ) -> None:
     monkeypatch.setenv("CHARACTERS_API_KEY", "k-123")
     async with serving(app_config(tmp_path)) as api:
+        for host in psutil.Process().children():
+            assert "k-123" not in host.environ().values(), "a group has no use for it"
         body = {"character": "ada"}
         problem(await api.http.post("/v1/sessions", json=body), 401)
         wrong = {"Authorization": "Bearer k-124"}

@@ -2,45 +2,87 @@
 
 from __future__ import annotations
 
+import hashlib
+import time
+
 import jwt
 import pytest
 from starlette.datastructures import Headers
 
-from characters_serve.config import ConfigError, ServerConfig, SessionConfig
+from characters_serve.config import ApiKey, ConfigError, ServerConfig, SessionConfig
 from characters_serve.fleet.pool import Lease
-from characters_serve.gateway.auth import Authority, Origins, bearer
+from characters_serve.gateway.auth import Authority, Origins, SteadyClock, bearer
 from characters_serve.gateway.limits import MAX_TRACKED, RateLimiter, address_key
 from characters_serve.gateway.problems import Problem
 from characters_serve.gateway.sessions import HOST_SLACK_S, Session, State, overdue
 
+KEY = ApiKey(name="web", sha256=hashlib.sha256(b"k-123").hexdigest())
 
-def refused(authority: Authority, session_id: str, token: str | None, now_s: float) -> int:
+
+def refused(authority: Authority, token: str | None, now_s: float) -> int:
     with pytest.raises(Problem) as caught:
-        authority.check_may_use(session_id, token, now_s)
+        authority.grant(token, now_s)
     return caught.value.status
 
 
 def test_a_secret_ends_when_it_said() -> None:
-    authority = Authority(None)
-    secret = authority.issue("a", 1000.0, 60.0)
+    authority = Authority([])
+    secret = authority.issue("a", "connect", 1000.0, 60.0)
     assert secret.expires_at == 1060
-    authority.check_may_use("a", secret.value, 1059.0)
-    assert refused(authority, "a", secret.value, 1060.0) == 401
-    assert refused(authority, "b", secret.value, 1000.0) == 404
-    assert refused(authority, "a", None, 1000.0) == 401
+    grant = authority.grant(secret.value, 1059.0)
+    assert (grant.scope, grant.session_id, grant.key) == ("connect", "a", None)
+    assert grant.covers("a", "web") and not grant.covers("b", "web")
+    assert refused(authority, secret.value, 1060.0) == 401
+    assert refused(authority, None, 1000.0) == 401
 
 
 def test_a_secret_of_another_process_algorithm_or_purpose_is_worth_nothing() -> None:
-    authority, other = Authority(None), Authority(None)
-    assert refused(authority, "a", other.issue("a", 0, 60).value, 1) == 401
-    claims = {"sub": "a", "aud": "characters-serve", "scope": "session", "exp": 60}
+    authority, other = Authority([]), Authority([])
+    assert refused(authority, other.issue("a", "resume", 0, 60).value, 1) == 401
+    claims = {"sub": "a", "aud": "characters-serve", "scope": "resume", "exp": 60}
     unsigned = jwt.encode(claims, None, "none")  # type: ignore[arg-type]
-    assert refused(authority, "a", unsigned, 1) == 401
+    assert refused(authority, unsigned, 1) == 401
     key = authority._signing_key
     for wrong in ({"aud": "elsewhere"}, {"scope": "admin"}, {"exp": None}):
         body = {k: v for k, v in {**claims, **wrong}.items() if v is not None}
-        assert refused(authority, "a", jwt.encode(body, key, "HS256"), 1) == 401
-    authority.check_may_use("a", jwt.encode(claims, key, "HS256"), 1)
+        assert refused(authority, jwt.encode(body, key, "HS256"), 1) == 401
+    assert authority.grant(jwt.encode(claims, key, "HS256"), 1).scope == "resume"
+
+
+def test_a_server_key_is_kept_as_its_hash_and_covers_what_it_made() -> None:
+    authority = Authority([KEY])
+    assert "k-123" not in repr(vars(authority))
+    grant = authority.grant("k-123", 0.0)
+    assert grant.covers("a", "web") and not grant.covers("a", "other")
+    assert not grant.covers("a", None)
+    for wrong in ("k-124", KEY.sha256, f"sha256:{KEY.sha256}"):
+        assert refused(authority, wrong, 0.0) == 401
+    with pytest.raises(Problem):
+        authority.creator(Headers({"authorization": "Bearer "}))
+    assert authority.creator(Headers({"authorization": "Bearer k-123"})) is KEY
+
+
+@pytest.mark.parametrize("said", ["k-123", f"sha256:{KEY.sha256}"])
+def test_the_environment_holds_a_key_or_its_hash(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CHARACTERS_API_KEY", said)
+    assert ServerConfig().has_key
+    assert Authority.from_config(ServerConfig()).grant("k-123", 0.0).key == "environment"
+    with pytest.raises(ConfigError, match="same sha256"):
+        Authority.from_config(ServerConfig(api_keys=(KEY,)))
+    monkeypatch.setenv("CHARACTERS_API_KEY", "sha256:short")
+    with pytest.raises(ConfigError, match="64 hex digits"):
+        Authority.from_config(ServerConfig())
+
+
+def test_a_step_of_the_wall_clock_moves_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SteadyClock()
+    before_s = clock()
+    real = time.time
+    for step_s in (86_400.0, -86_400.0):
+        monkeypatch.setattr(time, "time", lambda step_s=step_s: real() + step_s)
+        assert 0 <= clock() - before_s < 3600
 
 
 def test_only_a_bearer_header_holds_a_token() -> None:

@@ -90,18 +90,27 @@ async def test_a_folder_too_long_for_sockets_is_an_error_that_names_the_setting(
             raise AssertionError("started")
 
 
-async def test_each_group_sees_its_own_gpus(tmp_path: Path) -> None:
-    config = fleet_config(tmp_path, "fleet.groups=2", "fleet.gpus=4")
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        (("fleet.gpus=4",), ["0,1", "2,3"]),
+        # Ranks come first, the decoder last: it is the one that both name.
+        (("fleet.gpus=3", "decoder.shared_by=2"), ["0,1", "2,1"]),
+    ],
+)
+async def test_each_group_sees_its_own_gpus(
+    tmp_path: Path, settings: tuple[str, ...], seen: list[str]
+) -> None:
+    config = fleet_config(tmp_path, "fleet.groups=2", *settings)
     async with running(config) as (fleet, heard):
         await until(lambda: len(heard.ready) == 2)
-        seen = [_environment(fleet.group(await leased(fleet, f"s{n}")).pid) for n in range(2)]
-        assert sorted(each["CUDA_VISIBLE_DEVICES"] for each in seen) == ["0,1", "2,3"]
+        pids = [fleet.group(await leased(fleet, f"s{n}")).pid for n in range(2)]
+        assert sorted(_environment(pid)["CUDA_VISIBLE_DEVICES"] for pid in pids) == seen
 
 
-@pytest.mark.parametrize("override", ["engine.tensor_parallel=2", "decoder.shared_by=2"])
-async def test_what_is_only_planned_is_not_served(tmp_path: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=override.partition("=")[0]):
-        async with running(fleet_config(tmp_path, override)):
+async def test_what_is_shared_must_be_dealt_out(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"decoder\.shared_by: fleet\.gpus"):
+        async with running(fleet_config(tmp_path, "decoder.shared_by=2")):
             raise AssertionError("started")
 
 

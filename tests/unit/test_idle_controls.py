@@ -61,6 +61,35 @@ def test_listening_nods() -> None:
     assert (heard[:, 1] - still[:, 1]).max() > 0.15
 
 
+def test_who_listens_looks_at_the_user_with_raised_brows() -> None:
+    def rows(energy: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        streams = [IdleControls(seed, FPS) for seed in range(6)]
+        return np.concatenate(
+            [s.next(720, speaking=False, listening_energy=energy)[48:] for s in streams]
+        )
+
+    still, heard = rows(0.0), rows(0.8)
+
+    def at_viewer(rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> float:
+        return float((np.abs(rows[:, 4:6]) < 0.12).all(axis=1).mean())
+
+    assert at_viewer(heard) > at_viewer(still) + 0.1
+    assert heard[:, 6].mean() > still[:, 6].mean() + 0.1
+    assert np.abs(heard).max() <= 1.0
+
+
+def test_it_nods_as_the_user_falls_silent_unless_it_speaks() -> None:
+    nods = [0, 0]
+    for seed in range(20):
+        streams = [IdleControls(seed, FPS) for _ in range(2)]
+        for stream in streams:
+            stream.next(30, speaking=False, listening_energy=0.8)
+        for index, (stream, speaking) in enumerate(zip(streams, (False, True), strict=True)):
+            stream.next(36, speaking=speaking)
+            nods[index] += int(stream._nod_age < 36 / FPS)
+    assert nods[0] >= 10 and nods[1] == 0
+
+
 def test_neutral_is_zero() -> None:
     assert neutral().shape == (len(CONTROL_NAMES),)
     assert not neutral().any()

@@ -21,6 +21,7 @@ from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.attention import attention
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import (
+    FloatNumbers,
     KVCache,
     PlainCache,
     RingCache,
@@ -190,7 +191,9 @@ class RotatedBySlotOrder(PlainCache):
 def test_why_a_ring_needs_write_time_rope() -> None:
     """Right until the ring wraps; then slot order is time order once in a round only, which is
     why it went unnoticed: nothing fails, the positions are wrong."""
-    refused = RotatedBySlotOrder(SMALL, rotary_positions(SMALL), 1, "cpu", torch.float32)
+    numbers = FloatNumbers(SMALL, torch.device("cpu"), torch.float32)
+    positions, counter = rotary_positions(SMALL), torch.zeros(1, dtype=torch.int32)
+    refused = RotatedBySlotOrder(SMALL, positions, numbers, 1, "cpu", counter)
     for step, attended in enumerate(drive(refused, SMALL, 3 * SMALL.window_chunks), start=1):
         wrong = error(attended, from_scratch(SMALL, step))
         if step <= SMALL.window_chunks or step % SMALL.window_chunks == 0:
@@ -249,7 +252,7 @@ def test_a_cache_never_grows_or_moves(kind: str) -> None:
     assert before == after
     assert set(vars(cache)) == owned
     tensors = {name for name, value in vars(cache).items() if isinstance(value, Tensor)}
-    assert tensors == {"_k", "_v", "_chunk_angles"}
+    assert tensors == {"_k", "_v", "_chunk_angles", "_saturated"}
     assert cache._chunk_angles.shape == (SMALL.tokens_per_chunk, SMALL.head_dim // 2)
 
 

@@ -18,14 +18,21 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response
 
-from characters_serve.config import AgentConfig, ChatConfig, Config, EngineConfig
+from characters_serve.config import (
+    AgentConfig,
+    ChatConfig,
+    Config,
+    EngineConfig,
+    FleetConfig,
+    SessionConfig,
+)
 from characters_serve.messages import Done, OpenSession, Persona
 from tests.chat_server import chat_server, event
 from tests.unit.session_rig import Browser, HostParent, until
 from tests.unit.small_model import SMALL
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Visitor:
@@ -95,6 +102,7 @@ async def converse(parent: HostParent, visitor: Visitor, asked: list[str]) -> Br
     return browser
 
 
+@pytest.mark.timeout(600)
 async def test_the_next_session_finds_nothing_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,13 +120,16 @@ async def test_the_next_session_finds_nothing_of_the_last(
     async with chat_server(answer) as url:
         config = Config(
             model=SMALL,
-            engine=EngineConfig(device="cpu"),
+            # The search takes long on a busy machine, and this browser sends no heartbeat.
+            engine=EngineConfig(device="cpu", stall_timeout_s=PATIENCE_S),
+            session=SessionConfig(reconnect_grace_s=PATIENCE_S),
+            fleet=FleetConfig(ping_timeout_s=PATIENCE_S),
             agent=AgentConfig(
                 recogniser="pocketsphinx", greet=False, chat=ChatConfig(base_url=url)
             ),
         )
         parent = HostParent(tmp_path, config)
-        await parent.start()
+        await parent.child.start(PATIENCE_S)
         try:
             assert parent.child.pid is not None
             group = Searched(parent.child.pid, secrets_file)
@@ -126,7 +137,7 @@ async def test_the_next_session_finds_nothing_of_the_last(
             held = await group.find(first)
             assert "session" in held["rank"] and "session" in held["decoder"]
             assert {"fact", "instructions", "typed", "reply"} <= held["worker"]
-            assert {"session", "typed", "reply"} <= held["host"]
+            assert {"session", "reply"} <= held["host"]
             await parent.close(first.session_id)
             await browser.close()
 

@@ -21,6 +21,7 @@ from characters_serve.messages import (
     MarkReached,
     Message,
     Playback,
+    ToolCall,
     Transcript,
     TurnTiming,
     UserAudio,
@@ -330,6 +331,17 @@ def test_transcripts_and_errors_are_passed_on() -> None:
         ("user-transcription", {"text": "hi", "final": False}),
         ("error", {"message": "no chat", "fatal": False}),
     ]
+
+
+def test_a_function_call_reaches_the_client() -> None:
+    rig = Rig()
+    rig.talk.agent(ToolCall("s", "c", "open_door", '{"wide": true}'), 0.0)
+    (call,) = rig.events("llm-function-call")
+    assert call["data"] == {
+        "function_name": "open_door",
+        "tool_call_id": "c",
+        "args": {"wide": True},
+    }
 
 
 def test_listening_energy_is_there_while_the_user_speaks() -> None:

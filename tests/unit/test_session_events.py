@@ -14,6 +14,7 @@ from characters_serve.session.events import (
     ClientInterrupt,
     ClientReady,
     ClientText,
+    ClientToolResult,
     EventsChannel,
     MessageLimit,
     ProbeHeard,
@@ -31,6 +32,8 @@ def message(kind: str, data: object = None, **other: object) -> str:
 def test_known_messages_are_read() -> None:
     assert parse_client_message(message("client-ready", {"version": "2.0"})) == ClientReady("7")
     assert parse_client_message(message("interrupt")) == ClientInterrupt("7")
+    result = message("llm-function-call-result", {"tool_call_id": "c", "result": {"a": 1}})
+    assert parse_client_message(result) == ClientToolResult("7", "c", '{"a": 1}')
     text = message("send-text", {"content": "hello", "options": {}})
     assert parse_client_message(text) == ClientText("7", "hello")
 
@@ -47,6 +50,9 @@ def test_known_messages_are_read() -> None:
         "[" * 10_000,
         message("unknown"),
         message("send-text"),
+        message("llm-function-call-result"),
+        message("llm-function-call-result", {"tool_call_id": "c"}),
+        message("llm-function-call-result", {"tool_call_id": 3, "result": 1}),
         message("send-text", {"content": 5}),
         message("send-text", {"content": "  "}),
         message("send-text", {"content": "x" * 2001}),

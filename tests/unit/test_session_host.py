@@ -276,6 +276,23 @@ async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
     await host.child.kill()
 
 
+async def test_how_long_a_group_may_be_without_a_chunk_is_configured(tmp_path: Path) -> None:
+    engine = EngineConfig(kind="pattern", stall_timeout_s=1.0)
+    host = HostParent(tmp_path, CONFIG.model_copy(update={"engine": engine}))
+    await host.start()
+    await host.open("one")
+    os.kill(int(host.details["pid_pattern"]), signal.SIGSTOP)
+    browser = Browser()
+    await host.connect("one", browser)
+    await until(lambda: bool(host.exits), 30)
+    failed = next(state for state in host.states if state.state == "failed")
+    assert "no chunk for" in failed.reason
+    # The kernel's ping of the stopped process would have taken ten times as long.
+    assert float(failed.reason.split()[-2]) < 9
+    await browser.close()
+    await host.child.kill()
+
+
 async def test_a_host_that_is_stopped_in_a_session_ends_it_first(tmp_path: Path) -> None:
     host = HostParent(tmp_path, CONFIG)
     await host.start()

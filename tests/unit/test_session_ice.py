@@ -50,7 +50,8 @@ def test_the_public_address_takes_the_place_of_the_machines_own() -> None:
 
 async def test_media_stays_on_the_ports_of_the_range_until_none_is_left() -> None:
     ports = free_ports(8)
-    loops, taken = [Loop(udp_ports=ports) for _ in range(9)], set()
+    loops = [Loop(udp_ports=ports) for _ in range(9)]
+    taken: set[tuple[str, int]] = set()
     answered = 0
     try:
         with pytest.raises(NoPortFree):

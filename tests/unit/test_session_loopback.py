@@ -13,7 +13,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from aiortc import RTCPeerConnection
-from aiortc.rtp import RTCP_PSFB_PLI, RtcpPacket, RtcpPsfbPacket, RtcpSrPacket, RtpPacket, is_rtcp
+from aiortc.rtp import (
+    RTCP_PSFB_PLI,
+    RtcpByePacket,
+    RtcpPacket,
+    RtcpPsfbPacket,
+    RtcpSrPacket,
+    RtpPacket,
+    is_rtcp,
+)
 
 from characters_serve.config import DeliveryConfig, ModelConfig
 from characters_serve.engine.pattern import pattern_chunk, read_counter
@@ -312,6 +320,18 @@ async def test_a_closed_connection_leaves_no_object() -> None:
     await come_and_go()
     await asyncio.sleep(0.05)
     assert len(alive()) == before
+
+
+async def test_both_streams_say_goodbye_and_then_nothing_leaves() -> None:
+    async with running() as loop:
+        await until(lambda: len(loop.reports()) >= 2, 15)
+        await loop.peer.close()
+        parsed = [p for data in loop.wire if is_rtcp(data) for p in RtcpPacket.parse(data)]
+        gone = {ssrc for p in parsed if isinstance(p, RtcpByePacket) for ssrc in p.sources}
+        assert gone == {loop.ssrc("video"), loop.ssrc("audio")}
+        sent, steps = len(loop.wire), loop.playout.in_flight
+        await asyncio.sleep(0.2)
+        assert len(loop.wire) == sent and loop.playout.in_flight == steps
 
 
 async def test_a_client_that_never_comes_is_given_up() -> None:

@@ -217,6 +217,22 @@ def test_an_idle_character_answers_sooner_and_still_never_runs_dry() -> None:
     assert rig.playout.underruns == 0 and rig.playout.depth > 1
 
 
+def test_an_engine_at_20_fps_is_waited_for_and_leaves_no_lag() -> None:
+    rig = Rig(2)
+    engine_run(rig, 12, latency=78, speaking=True)
+    assert rig.playout.held_slots == 0
+    engine_run(rig, 50, latency=240, speaking=True)  # pipelined: a chunk every 200 ms, for 10 s
+    assert rig.playout.underruns > 5
+    held = rig.playout.held_slots
+    # 10 of 60 chunks were missing, less what was buffered; each late one waits for its slot too.
+    assert (10 - 3) * FRAMES <= held <= 10 * FRAMES + 50 // 2
+    engine_run(rig, 60, latency=78, speaking=True)
+    assert rig.playout.held_slots <= held + FRAMES, "it has caught up"
+    assert rig.playout.depth + rig.playout.in_flight <= rig.playout.target + 1, "and holds no more"
+    shown = list(dict.fromkeys(rig.pictures))
+    assert shown == [str(frame) for frame in range(len(shown))]
+
+
 def test_a_slow_engine_gets_the_whole_lead() -> None:
     rig = Rig(2)
     engine_run(rig, 60, latency=180, speaking=False)  # 300 ms, pipelined

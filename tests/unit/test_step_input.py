@@ -44,7 +44,7 @@ def test_parts_are_views_of_one_tensor_that_never_moves() -> None:
     assert packed.controls.shape == (4, 7)
     assert packed.controls[1, 2] == pytest.approx(9 / 7)
     assert [t.data_ptr() for t in (packed.packed, packed.audio_window, packed.controls)] == before
-    assert packed.packed.numel() == 1 + packed.audio_window.numel() + packed.controls.numel()
+    assert packed.packed.numel() == 2 + packed.audio_window.numel() + packed.controls.numel()
 
 
 def test_a_second_fill_leaves_nothing_of_the_first() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from characters_serve.config import ModelConfig
+from characters_serve.model import weights
+from characters_serve.model.dit import CharacterDiT
+from characters_serve.model.linear import ColumnParallelLinear, RowParallelLinear
+from characters_serve.model.shard import deal
 from characters_serve.model.weights import (
     WeightsError,
     load_decoder,
@@ -18,6 +27,8 @@ from characters_serve.model.weights import (
 from tests.unit.small_model import SMALL
 
 CPU = torch.device("cpu")
+# Seven heads and MLP tiles: no number of ranks but one and seven shares them equally.
+SHARED = ModelConfig(**{**SMALL.model_dump(), "num_heads": 7, "mlp_dim": 7 * 32})
 # Half of fp16's spacing relative to a value, and of its smallest step.
 FP16_RTOL, FP16_ATOL = 2.0**-11, 2.0**-25
 
@@ -158,3 +169,120 @@ def test_networks_come_ready_to_serve(checkpoint: Path) -> None:
     dit = loaded("dit", checkpoint)
     assert not dit.training
     assert not any(parameter.requires_grad for parameter in dit.parameters())
+
+
+def shard_of(model: ModelConfig, rank: int, size: int, dtype: torch.dtype) -> CharacterDiT:
+    return load_generator(model, device=CPU, dtype=dtype, shard=deal(model, size)[rank])
+
+
+def assert_is_part_of(shard: CharacterDiT, whole: CharacterDiT) -> None:
+    """Every tensor of the shard is the whole one, or exactly its cut of it."""
+    parts, cuts = shard.state_dict(), {}
+    for path, module in shard.named_modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            cuts[f"{path}.weight"] = module.cut
+    assert len(cuts) == 2 * SHARED.num_blocks
+    for key, value in whole.state_dict().items():
+        if key in cuts:
+            kept = torch.tensor([row for run in cuts[key].runs for row in run])
+            value = value.index_select(cuts[key].dim, kept)
+        assert torch.equal(parts[key], value), key
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("stored", [False, True], ids=["synthetic", "checkpoint"])
+def test_shards_are_parts_of_one_whole(stored: bool, size: int, tmp_path: Path) -> None:
+    model, dtype = SHARED, torch.float32
+    whole = load_generator(model, device=CPU, dtype=dtype)
+    if stored:
+        whole.half()  # as it is saved
+        save_network(whole, tmp_path, "dit")
+        whole.float()
+        model = SHARED.model_copy(update={"weights": str(tmp_path)})
+    for rank in {0, size - 1}:
+        assert_is_part_of(shard_of(model, rank, size, dtype), whole)
+
+
+def test_synthetic_weights_are_the_same_in_every_format() -> None:
+    exact = shard_of(SHARED, 1, 2, torch.float32).state_dict()
+    for key, value in shard_of(SHARED, 1, 2, torch.bfloat16).state_dict().items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, exact[key].bfloat16()), key
+
+
+def test_a_rank_reads_its_own_part_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_network(load_generator(SHARED, device=CPU, dtype=torch.float32), tmp_path, "dit")
+    read: Counter[str] = Counter()
+
+    class Slice:
+        def __init__(self, key: str, stored: Any) -> None:
+            self.key, self.stored = key, stored
+
+        def get_shape(self) -> list[int]:
+            shape: list[int] = self.stored.get_shape()
+            return shape
+
+        def __getitem__(self, index: Any) -> Tensor:
+            value: Tensor = self.stored[index]
+            read[self.key] += value.numel()
+            return value
+
+    class File:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.stored: Any = safe_open(*arguments, **options)
+
+        def __enter__(self) -> File:
+            self.stored.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.stored.__exit__(*error)
+
+        def keys(self) -> list[str]:
+            return list(self.stored.keys())
+
+        def get_slice(self, key: str) -> Slice:
+            return Slice(key, self.stored.get_slice(key))
+
+        def get_tensor(self, key: str) -> Tensor:
+            value: Tensor = self.stored.get_tensor(key)
+            read[key] += value.numel()
+            return value
+
+    monkeypatch.setattr(weights, "safe_open", File)
+    model = SHARED.model_copy(update={"weights": str(tmp_path)})
+    state = shard_of(model, 2, 3, torch.float32).state_dict()
+    assert dict(read) == {key: value.numel() for key, value in state.items()}
+
+
+def test_a_cut_weight_of_another_size_is_named_with_its_whole_shape(tmp_path: Path) -> None:
+    save_network(load_generator(SMALL, device=CPU, dtype=torch.float32), tmp_path, "dit")
+    model = SHARED.model_copy(update={"weights": str(tmp_path)})
+    whole = (7 * 3 * 32 + 7 * 32, 64)
+    with pytest.raises(WeightsError, match=r"in_projection.* the model has ") as refused:
+        shard_of(model, 0, 2, torch.float32)
+    assert str(whole) in str(refused.value)
+
+
+class LargestFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Elements of the largest float32 tensor that any operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_a_rank_never_holds_a_cut_weight_in_float32() -> None:
+    """Of the 57B model such a copy is 2 GB for each block's in-projection, and 229 GB in all."""
+    model = SHARED.model_copy(update={"mlp_dim": 7 * 128 * 32})
+    in_projection = (3 * 7 * 32 + model.mlp_dim) * model.dim
+    with LargestFloat32() as largest:  # type: ignore[no-untyped-call]
+        shard_of(model, 0, 1, torch.bfloat16)
+    assert 0 < largest.elements < in_projection / 2

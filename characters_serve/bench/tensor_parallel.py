@@ -1,0 +1,175 @@
+"""Times the step of a whole tensor-parallel group: each rank with its shard, and all their sums.
+
+    python -m characters_serve.bench.tensor_parallel --config configs/characters-57b.yaml --ranks 2
+
+In: a configuration and a number of ranks. Out: what a step takes, sustained, from its packed input
+on rank 0 to its latent in host memory. The ranks are processes, and take rank 0's orders as a
+serving group's do. The last line of the output, and the file, are one JSON object.
+
+Imports no sockets and no media, so that it runs on a bare GPU machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import shlex
+import sys
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from characters_serve.bench.origin import commit
+from characters_serve.config import Config, load_config
+from characters_serve.engine.denoiser import Denoiser
+from characters_serve.engine.device import choose_device
+from characters_serve.engine.ranks import Order, Ranks
+from characters_serve.engine.step_input import PackedStep
+from characters_serve.model.shard import deal
+from characters_serve.model.weights import load_generator
+
+_SETTLE_SHARE = 0.25
+"""Of the run, for the clocks to settle to the cards' power limit; not counted."""
+_ENDS_S = 60.0
+
+
+class Member:
+    """One rank of the group, loaded and joined, with a session under way and its window full."""
+
+    def __init__(self, config: Config, folder: Path, rank: int) -> None:
+        self.device, self.dtype = choose_device(config.engine, rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(config.engine.rank_threads)
+        model = config.model
+        self.ranks = Ranks(config.engine, folder, rank, self.device)
+        shard = deal(model, self.ranks.size)[rank]
+        self.network = load_generator(
+            model,
+            device=self.device,
+            dtype=self.dtype,
+            shard=shard,
+            all_reduce=self.ranks.all_reduce,
+        )
+        self._denoiser = Denoiser(self.network, model, config.optimizations)
+        self.packed = PackedStep(model, self.device)
+        self._passes = len(model.noise_levels)
+        self.ranks.join()
+        random = torch.Generator(self.device).manual_seed(0)
+        size = (1, 3, model.height, model.width)
+        image = torch.rand(size, device=self.device, generator=random)
+        words = (1, model.prompt_slots, model.prompt_dim)
+        prompt = torch.randn(words, device=self.device, generator=random)
+        self._denoiser.start(image, 0, prompt if model.prompt_slots else None)
+        for _ in range(model.window_chunks + 1):
+            self.step()
+
+    def step(self) -> torch.Tensor:
+        packed = self.packed
+        return self._denoiser.step(packed.audio_window, packed.controls, self._passes)
+
+    def lead(self, seconds: float) -> list[float]:
+        """Milliseconds of each step of a sustained run, as rank 0 sees it."""
+        random = torch.Generator().manual_seed(0)
+        self.packed.host.copy_(0.1 * torch.randn(self.packed.host.shape, generator=random))
+        times_ms: list[float] = []
+        started_s = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - started_s) < seconds or not times_ms:
+            self.packed.upload()
+            self.ranks.give(Order.STEP, self.packed.host)
+            self.step().cpu()
+            if elapsed_s >= seconds * _SETTLE_SHARE:
+                times_ms.append((time.perf_counter() - started_s - elapsed_s) * 1000)
+        self.ranks.give(Order.MESSAGE, self.packed.host)
+        return times_ms
+
+    def follow(self) -> None:
+        """Until rank 0 ends the run."""
+        while self.ranks.take(self.packed.host) is Order.STEP:
+            self.packed.upload()
+            self.step()
+
+
+def _follow(config_json: str, folder: Path, rank: int) -> None:
+    member = Member(Config.model_validate_json(config_json), folder, rank)
+    member.follow()
+    member.ranks.leave()
+
+
+def measure(config: Config, seconds: float) -> dict[str, Any]:
+    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies."""
+    model, size = config.model, config.engine.tensor_parallel
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:
+        followers: list[BaseProcess] = []
+        for rank in range(1, size):
+            arguments = (config.model_dump_json(), Path(name), rank)
+            process = context.Process(target=_follow, args=arguments, daemon=True)
+            process.start()
+            followers.append(process)
+        leader = Member(config, Path(name), 0)
+        times_ms = leader.lead(seconds)
+        leader.ranks.leave()
+        for follower in followers:
+            follower.join(_ENDS_S)
+    step_ms = float(np.median(times_ms))
+    on_gpu = leader.device.type == "cuda"
+    result = {
+        "model": model.name,
+        "weights": model.weights,
+        "ranks": size,
+        "heads": [len(shard.heads) for shard in deal(model, size)],
+        "mlp_columns": [len(shard.mlp_columns) for shard in deal(model, size)],
+        "blocks": model.num_blocks,
+        "rank0_params": sum(parameter.numel() for parameter in leader.network.parameters()),
+        "all_reduce": "nccl" if on_gpu else "gloo",
+        # 0: peer to peer, and nothing is reduced in the switch.
+        "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "not set"),
+        "optimizations": config.optimizations.model_dump(),
+        "steps": len(times_ms),
+        "step_ms_median": round(step_ms, 2),
+        "step_ms_p99": round(float(np.percentile(times_ms, 99)), 2),
+        "fps": round(1000 * model.frames_per_chunk / step_ms, 2),
+        "chunk_period_ms": round(model.chunk_period_s * 1000, 2),
+        "device": torch.cuda.get_device_name(leader.device) if on_gpu else "cpu",
+        "dtype": str(leader.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", "-m", _MODULE, *sys.argv[1:]]),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated(leader.device)
+        result["rank0_memory_gb"] = round(peak / 1e9, 1)
+    return result
+
+
+_MODULE = "characters_serve.bench.tensor_parallel"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Times the step of a tensor-parallel group.")
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the sustained run")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    overrides = [*options.overrides, f"engine.tensor_parallel={options.ranks}"]
+    result = measure(load_config(options.config, overrides), options.seconds)
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,161 @@
+"""Turns the step's optimisations on one by one, on one rank's share, and measures each set.
+
+    characters bench waterfall --config configs/characters-57b.yaml --shard-of 4 --out tp4.json
+
+The first bar is the plain path in bf16, the third the launch form in FP8: every cached key rotated
+and converted again at each of its reads, the window shifted by copying. The last line of the
+output, and the file, are one JSON object; after each bar the file holds what is known by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from characters_serve.bench import kernels
+from characters_serve.bench.origin import commit, device_name
+from characters_serve.bench.picture import draw_waterfall
+from characters_serve.bench.rank_step import (
+    CATEGORIES,
+    RankStep,
+    by_category,
+    describe,
+    floor_ms,
+    summary,
+    trace,
+    upkeep_ms,
+)
+from characters_serve.config import Config, Optimizations, load_config
+
+RUNGS: Final = (
+    "plain",
+    "fp8_gemm",
+    "fp8_kv_cache",
+    "write_time_rope",
+    "ring_cache",
+    "precomputed_modulation",
+    "compile",
+    "fused_norm_quant",
+    "fused_pre_attention",
+    "cuda_graphs",
+)
+_FLOOR_CALLS: Final = 60
+_RESETS: Final = 5
+_RESET_STEPS: Final = 4
+
+
+def ladder(last: Optimizations) -> list[tuple[str, Optimizations]]:
+    """From everything off to `last`, one flag more each time; flags off in `last` are left out."""
+    flags = dict.fromkeys(Optimizations.model_fields, False)
+    rungs = [("plain", Optimizations(**flags))]
+    for name in RUNGS[1:]:
+        if getattr(last, name):
+            flags[name] = True
+            rungs.append((name, Optimizations(**flags)))
+    return rungs
+
+
+def waterfall(
+    config: Config, options: argparse.Namespace, rungs: list[tuple[str, Optimizations]]
+) -> dict[str, Any]:
+    rank = RankStep(config, options.shard_of)
+    calls = min(_FLOOR_CALLS, rank.config.all_reduces_per_step)
+    result: dict[str, Any] = describe(rank, options.shard_of) | {
+        "device": device_name(rank.device),
+        "command": shlex.join(["characters", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": options.seconds,
+    }
+    if rank.device.type == "cuda":
+        result["floor"] = floor_ms(rank, calls)
+    bars: list[dict[str, Any]] = []
+    result["waterfall"] = bars
+    for index, (name, optimizations) in enumerate(rungs):
+        ends = index in (0, len(rungs) - 1)
+        run = rank.started(optimizations)
+        times_ms = run.sustained_ms(options.seconds if ends else options.rung_seconds)
+        bar: dict[str, Any] = {"rung": name} | summary(times_ms, rank.config)
+        bar |= {
+            "by_category": None,
+            "eager_steps": run.denoiser.eager_steps,
+            "saturated": run.denoiser.saturated,
+        }
+        bars.append(bar)
+        _save(options.out, result)
+        bar["by_category"] = by_category(run)
+        if options.profile and index == len(rungs) - 1:
+            trace(run, options.profile)
+        sys.stdout.write(_row(bar) + "\n")
+        sys.stdout.flush()
+        del run
+        _save(options.out, result)
+    last = rungs[-1][1]
+    first_bar, last_bar = bars[0], bars[-1]
+    result |= {
+        "step_ms_median": last_bar["step_ms_median"],
+        "step_ms_p99": last_bar["step_ms_p99"],
+        "plain_step_ms_median": first_bar["step_ms_median"],
+        "by_category": last_bar["by_category"],
+    }
+    _save(options.out, result)
+    frequent = rank.started(last, reset_steps=_RESET_STEPS)
+    result["reset_step_extra_ms"] = round(frequent.reset_extra_ms(_RESETS), 2)
+    del frequent
+    _save(options.out, result)
+    result["cache_upkeep_ms"] = round(upkeep_ms(rank, last, calls), 2)
+    _save(options.out, result)
+    launch = dict(rungs).get("fp8_kv_cache", rungs[0][1])
+    result["plain_cache_upkeep_ms"] = round(upkeep_ms(rank, launch, calls), 2)
+    return result
+
+
+def _save(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _row(bar: dict[str, Any]) -> str:
+    spent = bar["by_category"] or {}
+    shares = "  ".join(f"{name} {spent[name]:.1f}" for name in CATEGORIES if name in spent)
+    return (
+        f"{bar['rung']:24}{bar['step_ms_median']:9.1f} ms  p99 {bar['step_ms_p99']:7.1f}"
+        f"{bar['tflops']:8.0f} TF/s  {shares}"
+    )
+
+
+def main(what: str, arguments: Sequence[str]) -> int:
+    """what: step (the configuration's own set of flags), waterfall, or kernels."""
+    parser = argparse.ArgumentParser(prog=f"characters bench {what}")
+    parser.add_argument("--config", type=Path, action="append", default=[])
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    parser.add_argument(
+        "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the sustained runs")
+    parser.add_argument("--rung-seconds", type=float, default=3.0, help="of the bars between")
+    parser.add_argument("--out", type=Path, help="the JSON to write")
+    parser.add_argument("--picture", type=Path, help="the PNG to draw")
+    parser.add_argument("--profile", type=Path, help="one step's trace, for Perfetto")
+    options = parser.parse_args(arguments)
+    config = load_config(options.config, options.set)
+    if what == "kernels":
+        return kernels.run(config, options)
+    rungs = ladder(config.optimizations)
+    if what == "step":
+        rungs = rungs[-1:]
+    torch.set_num_threads(config.engine.rank_threads)
+    result = waterfall(config, options, rungs)
+    _save(options.out, result)
+    if options.picture:
+        draw_waterfall(result, config.model.chunk_period_s * 1000, options.picture)
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0

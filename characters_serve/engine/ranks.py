@@ -1,0 +1,115 @@
+"""The ranks of one group as each of them sees it: sums over all, and what rank 0 orders.
+
+In: partial sums, and rank 0's packed steps. Out: their sum on every rank, and the steps on the
+others. torch.distributed carries them: NCCL between GPUs, gloo between CPUs and for the orders, so
+that a rank reads an order without waiting for its GPU. The ranks find each other through a file in
+the group's folder, on one machine. Knows nothing of models, sessions or sockets of the project.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from characters_serve.config import EngineConfig
+
+# Whoever supervises the group sees the rank that died at once, and its word names the culprit;
+# the ranks that only miss it keep theirs back for that long.
+PEER_LOST_S: Final = 2.0
+
+
+class PeerLost(RuntimeError):
+    """A rank of the group is gone, or did not come in time."""
+
+
+class Order(IntEnum):
+    """What all ranks do next. Rank 0 decides; the others would not agree on which came first, a
+    step or a message of the host.
+
+    IDLE: nothing, but rank 0 lives. STEP: the step in the packed tensor. MESSAGE: the next message
+    that the host has sent to each.
+    """
+
+    IDLE = 0
+    STEP = 1
+    MESSAGE = 2
+
+
+class Ranks:
+    """One rank's end of the group. A group of one talks to nobody.
+
+    On CPUs a rank that is missed raises PeerLost; on GPUs NCCL's watchdog ends the process.
+    """
+
+    def __init__(self, engine: EngineConfig, folder: Path, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = engine.tensor_parallel
+        self._path = folder / "ranks.store"
+        self._device = device
+        self._ready_timeout = timedelta(seconds=engine.ready_timeout_s)
+        self._timeout = timedelta(seconds=engine.rank_timeout_s)
+
+    def join(self) -> None:
+        """Waits until every rank has come here. Loading takes minutes, and not the same on each;
+        only after it does the short timeout hold."""
+        if self.size == 1:
+            return
+        store = FileStore(str(self._path), self.size)
+        store.set(f"here-{self.rank}", "yes")
+        # Without it gloo looks up the machine's name, which a container may not know.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        on_gpu = self._device.type == "cuda"
+        with _peers():
+            store.wait([f"here-{rank}" for rank in range(self.size)], self._ready_timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self._timeout,
+                device_id=self._device if on_gpu else None,
+            )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, made in place, with the same bits on each."""
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(x)
+        return x
+
+    def give(self, order: Order, packed: Tensor) -> None:
+        """Rank 0: the order, with all of `packed` (on the host), to every other rank."""
+        if self.size > 1:
+            packed[0] = order
+            with _peers():
+                dist.broadcast(packed, src=0)
+
+    def take(self, packed: Tensor) -> Order:
+        """Any other rank: waits for rank 0's next order, and receives its `packed`."""
+        with _peers():
+            dist.broadcast(packed, src=0)
+        return Order(int(packed[0]))
+
+    def leave(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        time.sleep(PEER_LOST_S)
+        raise PeerLost(f"another rank of the group is gone or late: {error}") from error

@@ -1,0 +1,292 @@
+"""Measures the fleet on this machine: decisions, reservations, many sessions, and a soak of faults.
+
+    python -m scripts.measurements.fleet --out scripts/measurements/fleet.json
+    python -m scripts.measurements.fleet --only soak --seconds 1800 --out ...
+
+`pool`, `simulated` and `reservation` take a minute. `concurrent` raises the number of real sessions
+of the test picture until one no longer gets its rate, and `soak` kills and stops processes under
+visitors for as long as it is told: both want a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import json
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from characters_serve.bench.session import Viewer, origin, summary
+from characters_serve.fleet.layout import GroupShape, uniform_host
+from characters_serve.fleet.pool import Pool
+from characters_serve.fleet.simulate import Timing, Visit, generate_trace, simulate
+from tests.e2e.rig import Server, running_server
+
+PATTERN = ("engine.kind=pattern", "agent.kind=none", "server.sessions_per_minute=100000")
+RATE_FPS = 23.5
+SOAK_GROUPS = 3
+FAULT_EVERY_S = 5.0
+BACK_WITHIN_S = 90.0
+
+
+def percentiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    named = {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98]}
+    return {name: round(value, digits) for name, value in named.items()}
+
+
+def pool_decisions() -> dict[str, Any]:
+    """A decision is one of reserve, attach, release and reset_done. In processor time."""
+    rates: dict[str, int] = {}
+    for groups in (1, 100, 10_000):
+        pool = Pool(30.0)
+        for index in range(groups):
+            pool.add(f"g{index}", 0.0)
+            pool.started(f"g{index}")
+        cycles = 50_000
+        began_s = time.process_time()
+        for number in range(cycles):
+            lease = pool.reserve(f"s{number}", float(number))
+            assert lease is not None
+            pool.attach(lease)
+            pool.release(lease)
+            pool.reset_done(lease)
+        rates[str(groups)] = round(4 * cycles / (time.process_time() - began_s))
+    return {"decisions_per_s_by_groups": rates}
+
+
+def simulated() -> dict[str, Any]:
+    """200 sessions at once on 200 groups, as one more comes; then a large fleet's day."""
+    shape = GroupShape(1, decoder=False)
+    hosts = [uniform_host(f"h{n}", 8, 8) for n in range(25)]
+    visits = [Visit(0.01 * n, 600.0) for n in range(201)]
+    full, _ = simulate(visits, hosts, shape, Timing())
+    assert (full.most_live, full.refused) == (200, 1)
+    trace = generate_trace(100_000, 24.0, 180.0, 0.8, 900.0, seed=1)
+    large = [uniform_host(f"h{n}", 8, 8) for n in range(2000)]
+    began_s = time.process_time()
+    day, _ = simulate(trace, large, GroupShape(3), Timing(queue_size=50), 2.5)
+    took_s = time.process_time() - began_s
+    tight, _ = simulate(trace, large[:225], GroupShape(3), Timing(queue_size=50), 2.5)
+    return {
+        "full": full.as_dict(),
+        "day_on_2000_hosts": {**day.as_dict(), "simulated_in_processor_s": round(took_s, 2)},
+        "day_on_225_hosts": tight.as_dict(),
+    }
+
+
+async def reservations(server: Server, count: int) -> dict[str, Any]:
+    """From the request to its answer, and to a character that is ready; one after another."""
+    answered_ms: list[float] = []
+    ready_ms: list[float] = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
+        for _ in range(count):
+            began_s = time.perf_counter()
+            created = await http.post("/v1/sessions", json={"character": "mira"})
+            answered_ms.append((time.perf_counter() - began_s) * 1000)
+            session = created.raise_for_status().json()
+            path = f"/v1/sessions/{session['id']}"
+            headers = {"Authorization": f"Bearer {session['client_secret']['value']}"}
+            while (await http.get(path, headers=headers)).json()["status"] != "ready":
+                await asyncio.sleep(0.002)
+            ready_ms.append((time.perf_counter() - began_s) * 1000)
+            await http.delete(path, headers=headers)
+            await asyncio.to_thread(server.when_free)
+    return {
+        "sessions": count,
+        "answered_ms": percentiles(answered_ms, 1),
+        "ready_ms": percentiles(ready_ms, 1),
+    }
+
+
+async def watch_together(server: Server, viewers: int, seconds: float) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        watching = [Viewer(http) for _ in range(viewers)]
+        try:
+            await asyncio.gather(*(viewer.join() for viewer in watching))
+            await asyncio.sleep(seconds)
+        finally:
+            await asyncio.gather(*(viewer.leave() for viewer in watching))
+    return [summary(viewer.seen) for viewer in watching]
+
+
+def concurrent(seconds: float) -> dict[str, Any]:
+    """The viewers decode on the same cores: what a server alone carries is more."""
+    tried: list[dict[str, Any]] = []
+    for sessions in range(1, 17):
+        with serving(sessions) as server:
+            used_s, began_s = server.cpu_s(), time.monotonic()
+            seen = asyncio.run(watch_together(server, sessions, seconds))
+            cores = (server.cpu_s() - used_s) / (time.monotonic() - began_s)
+        slowest = min(each["fps"] for each in seen)
+        tried.append(
+            {"sessions": sessions, "slowest_fps": slowest, "server_cores": round(cores, 2)}
+        )
+        sys.stderr.write(f"{tried[-1]}\n")
+        if slowest < RATE_FPS:
+            break
+    kept = [each["sessions"] for each in tried if each["slowest_fps"] >= RATE_FPS]
+    return {"at_rate": max(kept, default=0), "seconds": seconds, "tried": tried}
+
+
+class Soak:
+    """Visitors and faults that know nothing of each other; the groups are counted all along."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self.server = server
+        self.chance = random.Random(seed)
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.faults: collections.Counter[str] = collections.Counter()
+        self.miscounts = 0
+
+    async def run(self, seconds: float) -> dict[str, Any]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(
+            base_url=self.server.url, timeout=30, limits=limits
+        ) as self.http:
+            until_s = time.monotonic() + seconds
+            acts = [self._visit] * (2 * SOAK_GROUPS) + [self._fault, self._count]
+            await asyncio.gather(*(self._repeat(act, until_s) for act in acts))
+            began_s = time.monotonic()
+            free = 0
+            while free < SOAK_GROUPS and time.monotonic() - began_s < BACK_WITHIN_S:
+                await asyncio.sleep(0.2)
+                free = (await self.http.get("/healthz/ready")).json()["free"]
+        return {
+            "seconds": seconds,
+            "groups": SOAK_GROUPS,
+            "visits": dict(self.outcomes),
+            "faults": dict(self.faults),
+            "times_miscounted": self.miscounts,
+            "lost_slots": SOAK_GROUPS - free,
+            "all_free_after_s": round(time.monotonic() - began_s, 1),
+        }
+
+    async def _repeat(self, act: Callable[[], Any], until_s: float) -> None:
+        while time.monotonic() < until_s:
+            await act()
+
+    async def _visit(self) -> None:
+        """Some watch, some leave early, some vanish, some send nonsense."""
+        await asyncio.sleep(self.chance.expovariate(1.0))
+        try:
+            kind = self.chance.choice(("watch", "leave", "nonsense", "vanish"))
+            if kind == "watch":
+                await self._watch()
+            else:
+                await self._glance(kind)
+            self.outcomes[kind] += 1
+        except (httpx.HTTPError, TimeoutError, ConnectionError, RuntimeError) as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            self.outcomes[f"{type(error).__name__} {status or ''}".strip()] += 1
+            await asyncio.sleep(1)
+
+    async def _watch(self) -> None:
+        viewer = Viewer(self.http)
+        try:
+            async with asyncio.timeout(40):
+                await viewer.join()
+                await asyncio.sleep(self.chance.uniform(0, 5))
+        finally:
+            await viewer.leave()
+
+    async def _glance(self, kind: str) -> None:
+        created = await self.http.post("/v1/sessions", json={"character": "mira"})
+        session = created.raise_for_status().json()
+        path = f"/v1/sessions/{session['id']}"
+        headers = {"Authorization": f"Bearer {session['client_secret']['value']}"}
+        if kind == "nonsense":
+            await self.http.post(
+                f"{path}/webrtc",
+                content="v=0\r\nnonsense",
+                headers={**headers, "Content-Type": "application/sdp"},
+            )
+        if kind != "vanish":
+            await asyncio.sleep(self.chance.uniform(0, 2))
+            await self.http.delete(path, headers=headers)
+
+    async def _fault(self) -> None:
+        await asyncio.sleep(self.chance.expovariate(1 / FAULT_EVERY_S))
+        children = self.server.gateway.children(recursive=True)
+        if not children:
+            return
+        victim = self.chance.choice(children)
+        fault = self.chance.choice(("kill", "stop", "pause"))
+        try:
+            if fault == "kill":
+                victim.kill()
+            else:
+                victim.suspend()
+                if fault == "pause":
+                    await asyncio.sleep(self.chance.uniform(0.1, 1.0))
+                    victim.resume()
+        except psutil.NoSuchProcess:
+            return
+        self.faults[fault] += 1
+
+    async def _count(self) -> None:
+        await asyncio.sleep(1)
+        groups = (await self.http.get("/healthz/ready")).json()["groups"]
+        self.miscounts += sum(groups.values()) != SOAK_GROUPS
+
+
+@contextmanager
+def serving(groups: int) -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as folder:
+        settings = (*PATTERN, f"fleet.groups={groups}", "session.connect_timeout_s=5")
+        with running_server(Path(folder) / "r", *settings) as server:
+            yield server
+
+
+def with_one_group(measure: Callable[[Server], Any]) -> dict[str, Any]:
+    with serving(1) as server:
+        return dict(asyncio.run(measure(server)))
+
+
+def soak(seconds: float, seed: int) -> dict[str, Any]:
+    with serving(SOAK_GROUPS) as server:
+        return asyncio.run(Soak(server, seed).run(seconds))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures the fleet of this machine.")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="of the soak")
+    parser.add_argument("--watch", type=float, default=20.0, help="seconds of each `concurrent`")
+    parser.add_argument("--reservations", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parts = ("pool", "simulated", "reservation", "concurrent", "soak")
+    parser.add_argument("--only", choices=parts, action="append")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    work: dict[str, Callable[[], dict[str, Any]]] = {
+        "pool": pool_decisions,
+        "simulated": simulated,
+        "reservation": lambda: with_one_group(
+            lambda server: reservations(server, options.reservations)
+        ),
+        "concurrent": lambda: concurrent(options.watch),
+        "soak": lambda: soak(options.seconds, options.seed),
+    }
+    command = shlex.join(["python", "-m", "scripts.measurements.fleet", *sys.argv[1:]])
+    for name in options.only or parts:
+        result = {"command": command, **origin(), **work[name]()}
+        sys.stderr.write(f"{name}: {json.dumps(result)}\n")
+        kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+        options.out.write_text(json.dumps({**kept, name: result}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,134 @@
+"""A tensor-parallel group behind the real session host, and what a rank does between orders."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from characters_serve.channels import BlockingChannel, endpoint
+from characters_serve.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    SessionConfig,
+)
+from characters_serve.engine.rank import Rank
+from characters_serve.engine.ranks import Order
+from characters_serve.engine.step_input import PackedStep
+from characters_serve.messages import (
+    CharacterEnded,
+    CharacterReady,
+    Done,
+    EndCharacter,
+    Failed,
+    Message,
+    Ping,
+    Pong,
+    Shutdown,
+    ShutdownAck,
+    StartCharacter,
+)
+from characters_serve.processes import ControlLink
+from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.small_model import SMALL
+
+LIVE_S = 40.0
+
+
+def has_pictures(browser: Browser) -> bool:
+    return len(browser.pictures) > 8
+
+
+async def test_two_ranks_hold_sessions_and_end_with_the_one_that_dies(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(width=192, height=128, weights="synthetic"),
+        engine=EngineConfig(device="cpu", tensor_parallel=2),
+        agent=AgentConfig(kind="none"),
+        session=SessionConfig(connect_timeout_s=LIVE_S, reconnect_grace_s=LIVE_S),
+    )
+    host = HostParent(tmp_path, config)
+    await host.start()
+    processes = [host.details[f"pid_{name}"] for name in ("rank0", "rank1", "decoder")]
+    assert host.details["rank1_device"] == "cpu"
+    browser = Browser()
+    for name in ("one", "two"):
+        assert isinstance(await host.open(name), Done)
+        browser = Browser()
+        await host.connect(name, browser)
+        await until(partial(has_pictures, browser), LIVE_S)
+        if name == "one":
+            assert isinstance(await host.close(name), Done)
+            await browser.close()
+    os.kill(int(host.details["pid_rank1"]), signal.SIGKILL)
+    await until(lambda: bool(host.exits), LIVE_S)
+    assert host.state_names("two")[-1] == "failed"
+    assert host.states[-1].reason == "rank1 exited with code -9"
+    failures = [message for message in host.others if isinstance(message, Failed)]
+    assert [failure.reason for failure in failures] == ["rank1 exited with code -9"]
+    assert [pid for pid in processes if Path(f"/proc/{pid}").exists()] == []
+    await browser.close()
+    await host.child.kill()
+
+
+class Ordered:
+    """The orders of an invented rank 0."""
+
+    def __init__(self, orders: Iterator[Order]) -> None:
+        self._orders = orders
+
+    def take(self, _packed: torch.Tensor) -> Order:
+        return next(self._orders)
+
+
+class Recorder:
+    """Stands where a denoiser does and keeps what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def start(self, _image: object, seed: int) -> None:
+        self.asked.append(f"start {seed}")
+
+    def step(self, _window: object, _controls: object, passes: int) -> None:
+        self.asked.append(f"step {passes}")
+
+    def reset(self) -> None:
+        self.asked.append("reset")
+
+
+def test_a_rank_keeps_messages_until_their_order_and_answers_pings_before(tmp_path: Path) -> None:
+    parent = BlockingChannel(endpoint(tmp_path, "control-rank1"), "pair", bind=True)
+    link = ControlLink(tmp_path, "rank1")
+    packed, asked = PackedStep(SMALL, torch.device("cpu")), Recorder()
+    packed.host[1] = 3
+    image = bytes(3 * SMALL.width * SMALL.height)
+    sent: list[Message] = [
+        StartCharacter("one", image, seed=5),
+        EndCharacter("one"),
+        Shutdown("over"),
+        Ping(7),
+    ]
+    for message in sent:
+        parent.send(message)
+
+    def orders() -> Iterator[Order]:
+        yield Order.STEP
+        while not parent.socket.poll(10):
+            yield Order.IDLE  # until the ping is answered
+        yield from (Order.MESSAGE, Order.STEP, Order.MESSAGE, Order.MESSAGE)
+
+    Rank(SMALL, link, cast(Any, Ordered(orders())), cast(Any, asked), packed).follow()
+    assert asked.asked == ["step 3", "start 5", "step 3", "reset"]
+    answers = [parent.recv() for _ in range(4)]
+    assert answers[0] == Pong(7)
+    assert isinstance(answers[1], CharacterReady)
+    assert answers[2:] == [CharacterEnded("one", "rank1"), ShutdownAck("rank1")]
+    parent.close()
+    link.channel.close()

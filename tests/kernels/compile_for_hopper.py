@@ -1,0 +1,98 @@
+"""Compiles every kernel for sm_90 at the shapes of a quarter of the 57B model. Needs no GPU.
+
+Run as a script by its test, since Triton's interpreter and its compiler do not share a process.
+Prints a line for each kernel: its name and shared memory in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from characters_kernels import (
+    attention,
+    delta_rotate,
+    gelu_quant,
+    linear_fp8,
+    residual_norm,
+    ring_store,
+)
+
+BF16, F32, FP8, I32 = "*bf16", "*fp32", "*fp8e4nv", "i32"
+
+
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+    """types: of the arguments; integers are taken as multiples of 16 where the launcher's are."""
+    names = kernel.arg_names
+    source = ASTSource(
+        kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in types.items()
+            if kind.startswith("*") or name.endswith(("stride", "element", "columns", "depth"))
+        },
+    )
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(kernel.__name__, built.metadata.shared, flush=True)
+
+
+def main() -> None:
+    saturated = {"saturated": "*i32"}
+    compiled(
+        ring_store._ring_store_kernel,
+        dict.fromkeys(("projected", "q_weight", "k_weight"), BF16)
+        | dict.fromkeys(("cos", "sin", "q_scale", "k_scale", "v_scale"), F32)
+        | dict.fromkeys(("q_out", "k_cache", "v_cache"), FP8)
+        | dict.fromkeys(("tokens", "heads", "row_stride"), I32)
+        | {"slot": "*i64", "eps": "fp32"}
+        | saturated,
+        {"HALF": 64, "TOKENS": 16, "FP8": True},
+    )
+    compiled(
+        delta_rotate._delta_rotate_kernel,
+        dict.fromkeys(("cache_stride", "first_element", "num_keys"), I32)
+        | {"keys": FP8, "cos": F32, "sin": F32}
+        | saturated,
+        {"PLANES": 22, "PADDED": 32, "HALF": 64, "KEYS": 64, "FP8": True},
+    )
+    compiled(
+        residual_norm._residual_norm_kernel,
+        dict.fromkeys(("x", "branch", "gate", "scale", "shift"), BF16)
+        | {"out_scale": F32, "out": FP8, "dim": I32, "eps": "fp32"}
+        | saturated,
+        {"COLUMNS": 16384, "RESIDUAL": True, "FP8": True},
+        num_warps=16,
+    )
+    compiled(
+        gelu_quant._gelu_quant_kernel,
+        dict.fromkeys(("attended_stride", "mlp_stride", "inner", "total"), I32)
+        | {"attended": BF16, "mlp": BF16, "out_scale": F32, "out": FP8}
+        | saturated,
+        {"COLUMNS": 2048, "FP8": True},
+    )
+    compiled(
+        linear_fp8._linear_kernel,
+        dict.fromkeys(("rows", "columns", "depth"), I32)
+        | {"x": FP8, "weight": FP8, "x_scale": F32, "weight_scale": F32, "out": BF16},
+        {"ROWS": 128, "COLUMNS": 256, "DEPTH": 128, "GROUP": 8},
+        num_warps=8,
+        num_stages=3,
+    )
+    compiled(
+        attention._attention_kernel,
+        dict.fromkeys(("q", "k", "v"), FP8)
+        | dict.fromkeys(("q_scale", "k_scale", "v_scale"), F32)
+        | dict.fromkeys(("num_queries", "num_keys", "heads"), I32)
+        | {"out": BF16, "softmax_scale": "fp32"},
+        {"D": 128, "QUERIES": 128, "KEYS": 128},
+        num_warps=8,
+        num_stages=3,
+    )
+
+
+if __name__ == "__main__":
+    main()

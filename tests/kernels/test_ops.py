@@ -1,0 +1,128 @@
+"""The custom ops: they say truly what they write, and each device has one implementation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from characters_kernels import attention
+from characters_kernels.delta_rotate import delta_rotate
+from characters_kernels.fp8 import E4M3, HEADROOM, dequantise, quantise, scale_for, to_e4m3
+from characters_kernels.gelu_quant import gelu_quant
+from characters_kernels.linear_fp8 import linear_fp8, linear_fp8_tiled
+from characters_kernels.residual_norm import residual_norm
+from characters_kernels.ring_store import ring_store
+from characters_kernels.saturation import SaturationMonitor
+
+TOKENS, HEADS, HEAD_DIM, SLOTS, DIM = 5, 2, 16, 12, 32
+INNER = HEADS * HEAD_DIM
+
+
+def counter() -> Tensor:
+    return torch.zeros(1, dtype=torch.int32)
+
+
+def arguments() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    scale = torch.full((HEADS,), 0.01)
+    angles = torch.randn(TOKENS, HEAD_DIM // 2)
+    caches = [torch.zeros(n, HEADS, HEAD_DIM) for n in (TOKENS, SLOTS, SLOTS)]
+    x8, w8 = (to_e4m3(torch.randn(n, 32), counter()) for n in (TOKENS, 48))
+    one = torch.ones(1)
+    return {
+        "ring_store": (
+            ring_store,
+            (
+                torch.randn(TOKENS, 3 * INNER),
+                *torch.ones(2, HEAD_DIM),
+                angles.cos(),
+                angles.sin(),
+                torch.tensor(3),
+                scale,
+                scale,
+                scale,
+                1e-6,
+                *caches,
+                counter(),
+            ),
+        ),
+        "delta_rotate": (
+            delta_rotate,
+            (torch.randn(2, SLOTS, HEADS, HEAD_DIM), *torch.rand(2, 3), 4, counter()),
+        ),
+        "residual_norm": (
+            residual_norm,
+            (
+                torch.randn(TOKENS, DIM),
+                torch.randn(TOKENS, DIM),
+                *torch.randn(3, DIM),
+                1e-6,
+                one,
+                torch.zeros(TOKENS, DIM),
+                counter(),
+            ),
+        ),
+        "gelu_quant": (
+            gelu_quant,
+            (
+                torch.randn(TOKENS, INNER),
+                torch.randn(TOKENS, DIM),
+                one,
+                torch.zeros(TOKENS, INNER + DIM),
+                counter(),
+            ),
+        ),
+        "linear_fp8": (linear_fp8, (x8, w8, one, one, torch.float32)),
+        "linear_fp8_tiled": (linear_fp8_tiled, (x8, w8, one, one, torch.float32)),
+    }
+
+
+@pytest.mark.parametrize("name", arguments())
+def test_an_op_says_truly_what_it_writes_and_what_it_returns(name: str) -> None:
+    torch.manual_seed(0)
+    op, inputs = arguments()[name]
+    # The schema test scales its inputs, which torch cannot do to e4m3 on CPU.
+    schema = () if name.startswith("linear_fp8") else ("test_schema",)
+    torch.library.opcheck(op, inputs, test_utils=(*schema, "test_faketensor"))
+
+
+def test_a_scale_leaves_headroom_and_an_unseen_value_has_scale_one() -> None:
+    scale = scale_for(torch.tensor([3.0, 0.0]))
+    clamped = counter()
+    largest = quantise(torch.tensor([HEADROOM * 3.0, 0.5]), scale, clamped)
+    assert largest.float().tolist() == [448.0, 0.5] and not int(clamped)
+    quantise(torch.tensor([HEADROOM * 3.1, -500.0]), scale, clamped)
+    assert int(clamped) == 2
+    assert dequantise(largest, scale, torch.float32)[0] == pytest.approx(HEADROOM * 3.0)
+
+
+def test_attention_backends_are_chosen_by_device_and_never_silently() -> None:
+    assert attention.backend(torch.device("cpu")) == "reference"
+    with pytest.raises(ValueError, match="computes in FP8"):
+        attention.backend(torch.device("meta"))
+
+
+def test_an_op_has_no_implementation_for_a_device_that_cannot_run_it() -> None:
+    one = torch.ones(1)
+    for call in (attention.fp8_attention_fa3, attention.fp8_attention_triton):
+        x = torch.zeros(2, 1, 16, dtype=E4M3)
+        with pytest.raises(NotImplementedError):
+            call(x, x, x, one, one, one)
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(9, 2), (18, 1), (24, 3), (36, 1)])
+def test_keys_are_split_as_measured_fastest(heads: int, splits: int) -> None:
+    assert attention.splits_for(heads, 757) == splits
+
+
+def test_the_monitor_reads_the_count_of_the_last_request() -> None:
+    monitor = SaturationMonitor(torch.device("cpu"))
+    monitor.counter += 3
+    assert monitor.read() == 0
+    monitor.request()
+    assert monitor.read() == 3
+    monitor.reset()
+    monitor.request()
+    assert monitor.read() == 0

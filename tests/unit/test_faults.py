@@ -1,0 +1,325 @@
+"""What goes wrong in production, done to a real server: each fault ends with the event that the
+client expects, the slot comes back, and a session beside it notices nothing.
+
+One server with four groups on the test picture serves all of it; its agent speaks to an endpoint
+that is not there, so that there is an agent's process to kill and an agent that errs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import zmq
+
+from characters_serve.channels import Channel, endpoint
+from characters_serve.messages import VideoChunk
+from tests.unit.session_rig import Browser
+
+ROOT = Path(__file__).parents[2]
+GROUPS = 4
+SIZE = (192, 128)
+PATIENCE_S = 90.0
+
+
+async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    async with asyncio.timeout(within_s):
+        while not true():
+            await asyncio.sleep(0.05)
+
+
+class Server:
+    """`characters serve` in a process of its own; `log` is where its lines of JSON go."""
+
+    def __init__(self, folder: Path, log: Path, *settings: str) -> None:
+        self.run_dir = folder / "run"
+        self.log = log
+        settings = (
+            *("engine.kind=pattern", f"model.width={SIZE[0]}", f"model.height={SIZE[1]}"),
+            *("server.port=0", "server.log_format=json", f"server.run_dir={self.run_dir}"),
+            *("fleet.ping_interval_s=0.5", "fleet.ping_timeout_s=6", "fleet.stop_timeout_s=3"),
+            "server.sessions_per_minute=1000",
+            *settings,
+        )
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "characters_serve.cli", "serve"),
+                    *(part for setting in settings for part in ("--set", setting)),
+                ],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        first = self.process.stdout.readline().decode()
+        found = re.search(r"http://\S+:\d+", first)
+        assert found is not None, first
+        self.url = found[0]
+
+    async def all_ready(self, groups: int = GROUPS) -> None:
+        async with httpx.AsyncClient(base_url=self.url) as http, asyncio.timeout(PATIENCE_S):
+            while (await http.get("/healthz/ready")).json()["free"] != groups:
+                await asyncio.sleep(0.1)
+
+    def group_of(self, session_id: str) -> str:
+        """The group that holds a session, as the log has it."""
+        for line in self.log.read_text().splitlines():
+            said = json.loads(line)
+            if said.get("session") == session_id[:8] and "group" in said:
+                return str(said["group"])
+        raise AssertionError("the log does not know the session")
+
+    def process_of(self, group: str, module: str) -> psutil.Process:
+        (found,) = (
+            child
+            for child in psutil.Process(self.process.pid).children(recursive=True)
+            if str(self.run_dir / group) in (line := child.cmdline()) and module in line
+        )
+        return found
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@dataclass
+class Client:
+    """A page: it watches, hears events, and says once a second that it is there."""
+
+    http: httpx.AsyncClient
+    session: dict[str, Any]
+    browser: Browser
+    token: str
+
+    async def status(self) -> dict[str, Any]:
+        answer = await self.http.get(
+            f"/v1/sessions/{self.session['id']}", headers={"Authorization": f"Bearer {self.token}"}
+        )
+        return dict(answer.json())
+
+    async def reach(self, *states: str) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_S):
+            while (now := await self.status())["status"] not in states:
+                assert now["status"] not in ("ended", "failed"), now["reason"]
+                await asyncio.sleep(0.05)
+        return now
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """The data of the server's messages of this kind."""
+        said = [e["data"] for e in self.browser.events if e["type"] == "server-message"]
+        return [data for data in said if data.get("kind") == kind]
+
+    async def watches(self) -> None:
+        """New pictures come."""
+        seen = len(self.browser.pictures)
+        await until(lambda: len(self.browser.pictures) > seen + 5)
+
+    async def beat(self) -> None:
+        while True:
+            if self.browser.probe.readyState == "open":
+                self.browser.probe.send(json.dumps({"t": "ping", "id": 1, "c": 0.0}))
+            await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def client(server: Server) -> AsyncIterator[Client]:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                created = await http.post("/v1/sessions", json={"character": "mira"})
+                if created.status_code != 503:
+                    break
+                await asyncio.sleep(0.3)
+        assert created.status_code == 201, created.text
+        session, browser = created.json(), Browser(microphone=False)
+        page = Client(http, session, browser, session["client_secret"]["value"])
+        await page.reach("ready")
+        answer = await http.post(
+            f"/v1/sessions/{session['id']}/webrtc",
+            json={"sdp": await browser.offer(), "type": "offer"},
+            headers={"Authorization": f"Bearer {page.token}"},
+        )
+        assert answer.status_code == 201, answer.text
+        page.token = answer.json()["resume_token"]
+        await browser.accept(answer.json()["sdp"])
+        beating = asyncio.create_task(page.beat())
+        try:
+            await until(lambda: len(browser.pictures) > 5)
+            await page.reach("live")
+            yield page
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+            with contextlib.suppress(httpx.HTTPError):
+                await http.delete(
+                    f"/v1/sessions/{session['id']}",
+                    headers={"Authorization": f"Bearer {page.token}"},
+                )
+            await browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("faults")
+    running = Server(
+        folder,
+        folder / "log",
+        f"fleet.groups={GROUPS}",
+        *("agent.kind=openai_realtime", "agent.realtime.url=ws://127.0.0.1:9/"),
+    )
+    yield running
+    running.end()
+
+
+HOST = "characters_serve.session.host"
+ENGINE = "characters_serve.engine.pattern"
+AGENT = "characters_serve.agent.worker"
+
+
+NAMES = {HOST: "host", ENGINE: "pattern", AGENT: "agent"}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
+    server: Server, sent: signal.Signals
+) -> None:
+    async with AsyncExitStack() as stack:
+        pages = [await stack.enter_async_context(client(server)) for _ in range(GROUPS)]
+        beside = pages.pop()
+        groups = [server.group_of(page.session["id"]) for page in pages]
+        lost = [server.process_of(g, module) for g, module in zip(groups, NAMES, strict=True)]
+        for process in lost:
+            process.send_signal(sent)
+        for page, (module, name) in zip(pages, NAMES.items(), strict=True):
+            reason = (await page.reach("failed"))["reason"]
+            assert reason.endswith(f"{name} exited with code -9")
+            if module != HOST:  # a host that is gone can tell nothing; the API does
+                (end,) = page.told("session-ending")
+                assert end["reason"] in reason
+            if (module, sent) == (ENGINE, signal.SIGSTOP):
+                assert "stalled" in [said["state"] for said in page.told("avatar-state")]
+        await until(lambda: not any(process.is_running() for process in lost))
+        assert (await beside.status())["status"] == "live"
+        await beside.watches()
+
+
+async def test_a_slow_chunk_is_told_and_survived(server: Server) -> None:
+    async with client(server) as page:
+        engine = server.process_of(server.group_of(page.session["id"]), ENGINE)
+        engine.suspend()
+        await until(lambda: [s["state"] for s in page.told("avatar-state")][-1:] == ["stalled"])
+        engine.resume()
+        await until(lambda: [s["state"] for s in page.told("avatar-state")][-1] != "stalled")
+        await page.watches()
+        assert (await page.status())["status"] == "live"
+
+
+def chunk(session_id: str, index: int, voice_48k: bytes) -> VideoChunk:
+    frames = [bytes(SIZE[0] * SIZE[1] * 3 // 2 if voice_48k else 0)] * 4
+    return VideoChunk(session_id, 0, index, frames, voice_48k, 0, 0.0, False, 4, 1.0, 1.0)
+
+
+async def test_chunks_of_another_session_or_time_are_not_played(server: Server) -> None:
+    async with client(server) as page:
+        folder = server.run_dir / server.group_of(page.session["id"])
+        zombie = Channel(endpoint(folder, "chunks"), "push", bind=False)
+        for stray in (
+            *(chunk("0" * 32, index, bytes(16_000)) for index in range(400)),
+            *(chunk(page.session["id"], index, bytes(16_000)) for index in (0, 1, 10**6)),
+        ):
+            await zombie.send(stray)
+        seen = len(page.browser.pictures)
+        await until(lambda: len(page.browser.pictures) > seen + 24)
+        zombie.close()
+        assert page.told("session-ending") == [] and (await page.status())["status"] == "live"
+        black = [p for p in page.browser.pictures if int(p.to_ndarray(format="gray").max()) < 40]
+        assert black == [], "a zombie's picture was shown"
+
+
+@pytest.mark.parametrize("kind", ["impossible", "garbage"])
+async def test_an_engine_that_talks_nonsense_fails_its_session(server: Server, kind: str) -> None:
+    async with client(server) as page:
+        address = endpoint(server.run_dir / server.group_of(page.session["id"]), "chunks")
+        if kind == "garbage":
+            raw: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+            raw.connect(address)
+            raw.send_multipart([b"VideoChunk", b"\xc1 no message"])
+            await page.reach("failed")
+            raw.close(0)
+        else:
+            broken = Channel(address, "push", bind=False)
+            while (await page.status())["status"] == "live":
+                for index in range(100):  # one of them is the next
+                    await broken.send(chunk(page.session["id"], index, b""))
+                await asyncio.sleep(0.2)
+            broken.close()
+        reason = (await page.reach("failed"))["reason"]
+        expected = {"impossible": "sent an impossible chunk", "garbage": "sent no message"}
+        assert expected[kind] in reason
+        assert [end["reason"] for end in page.told("session-ending")] == [reason]
+
+
+async def test_an_agent_that_cannot_think_is_told_and_the_session_goes_on(server: Server) -> None:
+    async with client(server) as page:
+        await until(lambda: any(event["type"] == "error" for event in page.browser.events))
+        error = next(e["data"] for e in page.browser.events if e["type"] == "error")
+        assert error["fatal"] is False and "realtime" in error["message"]
+        await page.watches()
+        assert (await page.status())["status"] == "live"
+
+
+async def test_media_goes_on_while_the_gateway_is_stopped(server: Server) -> None:
+    async with client(server) as page:
+        server.process.send_signal(signal.SIGSTOP)
+        seen = len(page.browser.pictures)
+        await until(lambda: len(page.browser.pictures) > seen + 24)
+        server.process.send_signal(signal.SIGCONT)
+        assert (await page.status())["status"] == "live"
+
+
+async def test_every_slot_is_back_and_the_end_leaves_nothing(server: Server) -> None:
+    """Last: after all that was done above."""
+    await server.all_ready()
+    shared = {path.name for path in Path("/dev/shm").iterdir()}
+    everything = psutil.Process(server.process.pid).children(recursive=True)
+    assert len(everything) == 3 * GROUPS
+    server.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(server.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+    assert not any(process.is_running() for process in everything)
+    assert list(server.run_dir.iterdir()) == []
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
+
+
+async def test_a_full_disk_for_logs_and_a_closed_terminal_stop_nobody(tmp_path: Path) -> None:
+    running = Server(tmp_path, Path("/dev/full"), "agent.kind=none")
+    try:
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+        await running.all_ready(1)
+        async with client(running) as page:
+            await page.watches()
+        await running.all_ready(1)
+        running.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(running.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+        assert list(running.run_dir.iterdir()) == []
+    finally:
+        running.end()
