@@ -103,7 +103,7 @@ class Block(nn.Module):
     def heads(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(B, S, sum of splits) -> normed q and k, v (B, S, H, head_dim), and the MLP's half."""
         q, k, v, mlp = torch.split(projected, self.splits, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (q, k, v))
+        q, k, v = (torch.unflatten(part, -1, (self.num_heads, self.head_dim)) for part in (q, k, v))
         return self.q_norm(q), self.k_norm(k), v, mlp
 
 

@@ -27,7 +27,7 @@ from scripts.examples.character_socket import MICROPHONE_RATE, CharacterSocket, 
 _MAX_WAITING = 250
 
 
-class CharacterMicrophone(AudioInput):
+class CharacterMicrophone(AudioInput):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(label="character")
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
@@ -42,7 +42,7 @@ class CharacterMicrophone(AudioInput):
         return rtc.AudioFrame(pcm, MICROPHONE_RATE, 1, len(pcm) // 2)
 
 
-class CharacterAvatar(AudioOutput):
+class CharacterAvatar(AudioOutput):  # type: ignore[misc]
     def __init__(self, url: str, secret: str) -> None:
         super().__init__(label="character", capabilities=AudioOutputCapabilities(pause=False))
         self.microphone = CharacterMicrophone()

@@ -30,7 +30,7 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from scripts.examples.character_socket import MICROPHONE_RATE, CharacterSocket, Event
 
 
-class CharacterMicrophone(FrameProcessor):
+class CharacterMicrophone(FrameProcessor):  # type: ignore[misc]
     """First in the pipeline; what the user says before it has started is lost."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class CharacterMicrophone(FrameProcessor):
         await self.push_frame(frame, direction)
 
 
-class CharacterVoice(FrameProcessor):
+class CharacterVoice(FrameProcessor):  # type: ignore[misc]
     """Behind the TTS: takes its sound out of the pipeline, lets everything else pass."""
 
     def __init__(self, socket: CharacterSocket) -> None:

@@ -215,7 +215,7 @@ class MouthProbe(nn.Module):
     def forward(self, mel: Tensor) -> Tensor:
         """(N, mel frames, mels) -> (N, frames, 5)."""
         read: Tensor = self.read(self.encoder(mel).flatten(-2))
-        return read.unflatten(-1, (self.frames, -1))
+        return torch.unflatten(read, -1, (self.frames, -1))
 
 
 def train_audio_encoder(

@@ -379,7 +379,7 @@ async def test_a_pipecat_pipelines_voice(server: Server) -> None:
 
     from scripts.examples.pipecat_avatar import Character
 
-    class Bot(FrameProcessor):
+    class Bot(FrameProcessor):  # type: ignore[misc]
         """In the place of recognition, thought and synthesis."""
 
         def __init__(self) -> None:
