@@ -50,6 +50,8 @@ def session(made_by: Denoiser, prompt: int = 2, steps: int = STEPS) -> Tensor:
     image = torch.rand(1, 3, SMALL.height, SMALL.width, generator=random)
     words = torch.randn(1, prompt, SMALL.prompt_dim, generator=random) if prompt else None
     made_by.start(image, 3, words)
+    dit = made_by._model
+    assert isinstance(dit, CharacterDiT)
     latents = []
     for _ in range(steps):
         mel = torch.randn(1, 28, SMALL.audio.num_mels, generator=random)
@@ -129,7 +131,9 @@ def test_values_beyond_the_calibrated_range_are_counted() -> None:
     made_by = denoiser(fp8_gemm=True, fp8_kv_cache=True, fused_pre_attention=True)
     session(made_by, steps=1)
     assert made_by.saturated == 0
-    for module in made_by._model.modules():
+    dit = made_by._model
+    assert isinstance(dit, CharacterDiT)
+    for module in dit.modules():
         if isinstance(module, Fp8Linear):
             module.input_scale.mul_(0.05)
     condition = network().condition_on_mel(

@@ -80,6 +80,9 @@ class PlainFrameCache:
         self._next = 0
         self.latents: list[int] = []
 
+    def calibrate(self, block: int, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
+        """Keys and values stay in the model's own format."""
+
     def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
         raise NotImplementedError("a causal Wan model has no prefix but its stream's beginning")
 
