@@ -140,9 +140,7 @@ def main(what: str, arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=8.0, help="of the last set's sustained run"
-    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the last run")
     parser.add_argument("--rung-seconds", type=float, default=3.0, help="of each run before it")
     parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--picture", type=Path, help="the PNG to draw")
