@@ -13,6 +13,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 CONFIG=${CONFIG:-configs/characters-57b.yaml}
 OUT=${OUT:-scripts/measurements}
+export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"  # also where nothing is installed
 read -r gpus gpu <<<"$("$PYTHON" -c 'import torch
 count = torch.cuda.device_count()
 print(count, torch.cuda.get_device_name().split()[-1].lower() if count else "cpu")')"

@@ -80,9 +80,9 @@ def waterfall(
     bars: list[dict[str, Any]] = []
     result["waterfall"] = bars
     for index, (name, optimizations) in enumerate(rungs):
-        ends = index in (0, len(rungs) - 1)
+        is_last = index == len(rungs) - 1
         run = rank.started(optimizations)
-        times_ms = run.sustained_ms(options.seconds if ends else options.rung_seconds)
+        times_ms = run.sustained_ms(options.seconds if is_last else options.rung_seconds)
         bar: dict[str, Any] = {"rung": name} | summary(times_ms, rank.config)
         bar |= {
             "by_category": None,
@@ -92,7 +92,7 @@ def waterfall(
         bars.append(bar)
         _save(options.out, result)
         bar["by_category"] = by_category(run)
-        if options.profile and index == len(rungs) - 1:
+        if options.profile and is_last:
             trace(run, options.profile)
         sys.stdout.write(_row(bar) + "\n")
         sys.stdout.flush()
@@ -133,15 +133,15 @@ def _row(bar: dict[str, Any]) -> str:
 
 
 def main(what: str, arguments: Sequence[str]) -> int:
-    """what: step (the configuration's own set of flags), waterfall, or kernels."""
+    """what: step (the plain path and the configuration's own flags), waterfall, or kernels."""
     parser = argparse.ArgumentParser(prog=f"characters bench {what}")
     parser.add_argument("--config", type=Path, action="append", default=[])
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument(
         "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
     )
-    parser.add_argument("--seconds", type=float, default=8.0, help="of the sustained runs")
-    parser.add_argument("--rung-seconds", type=float, default=3.0, help="of the bars between")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of the last run")
+    parser.add_argument("--rung-seconds", type=float, default=3.0, help="of each run before it")
     parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--picture", type=Path, help="the PNG to draw")
     parser.add_argument("--profile", type=Path, help="one step's trace, for Perfetto")
@@ -151,7 +151,7 @@ def main(what: str, arguments: Sequence[str]) -> int:
         return kernels.run(config, options)
     rungs = ladder(config.optimizations)
     if what == "step":
-        rungs = rungs[-1:]
+        rungs = rungs[:1] + rungs[1:][-1:]
     torch.set_num_threads(config.engine.rank_threads)
     result = waterfall(config, options, rungs)
     _save(options.out, result)

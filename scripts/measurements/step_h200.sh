@@ -35,12 +35,12 @@ bench() { # NAME LIMIT_S WHAT RANKS ...
 }
 
 tests gpu_kernels 80 tests/kernels/test_gpu_kernels.py
-bench step_tp4_first 50 step 4 --seconds 8 --profile "$out/step_tp4_trace.json"
+bench step_tp4_first 60 step 4 --seconds 8 --profile "$out/step_tp4_trace.json"
 tests gpu_step 85 tests/kernels/test_gpu_step.py
-bench step_h200_tp4_shard 150 waterfall 4 --seconds 8 --rung-seconds 2 \
+bench step_h200_tp4_shard 140 waterfall 4 --seconds 8 --rung-seconds 2 \
   --picture "$out/waterfall_tp4.png"
 bench kernels_tp4 45 kernels 4
-bench step_h200_tp3_shard 50 step 3 --seconds 8
-bench step_h200_tp2_shard 60 step 2 --seconds 8
+bench step_h200_tp3_shard 60 step 3 --seconds 8
+bench step_h200_tp2_shard 70 step 2 --seconds 8
 gzip -f "$out"/*_trace.json 2>/dev/null
 cat "$out/summary.txt"

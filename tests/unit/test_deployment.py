@@ -127,7 +127,7 @@ def test_the_image_is_built_from_what_is_here() -> None:
         if word == "COPY" and "--from" not in rest
         for source in rest.split()[:-1]
     ]
-    assert {"pyproject.toml", "characters_serve", "configs"} <= set(copied)
+    assert {"pyproject.toml", "characters_serve", "kernels", "configs"} <= set(copied)
     let_in = (ROOT / ".dockerignore").read_text().splitlines()
     for source in copied:
         assert (ROOT / source).exists(), source
