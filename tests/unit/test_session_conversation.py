@@ -129,6 +129,19 @@ def test_captions_and_states_follow_the_voice() -> None:
     assert rig.reports() == [("started", 1), ("finished", 1)]
 
 
+def test_many_small_pieces_are_one_utterance_and_so_are_two_minutes() -> None:
+    rig = Rig()
+    rig.run(1)
+    for number in range(150):
+        rig.speak(1, 0.02, last=number == 149)
+    rig.run(4)
+    rig.speak(2, 120.0)
+    rig.run(122)
+    assert rig.reports() == [("started", 1), ("finished", 1), ("started", 2), ("finished", 2)]
+    ends = [e["data"]["position_ms"] for e in rig.events("bot-stopped-speaking")]
+    assert ends == [3000, 120_000]
+
+
 def test_barge_in_tells_everybody_where_the_voice_was() -> None:
     rig = Rig()
     rig.run(1)
