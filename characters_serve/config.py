@@ -548,19 +548,8 @@ class Config(Frozen):
                 raise ValueError(f"fleet.groups: {error}") from None
         return self
 
-    def _check_open_family(self) -> None:
-        """What is written for the project's own layout alone is refused, not left out."""
-        only_own = ("fp8_gemm", "fp8_kv_cache", "fused_pre_attention", "fused_norm_quant")
-        for flag in (*only_own, "compile", "cuda_graphs"):
-            if getattr(self.optimizations, flag):
-                raise ValueError(f"optimizations.{flag} does not serve family {self.model.family}")
-        if self.engine.tensor_parallel > 1:
-            raise ValueError(f"family {self.model.family} runs on one rank: tensor_parallel 1")
-
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        if self.model.family != "characters":
-            self._check_open_family()
         passes, degraded = len(self.model.noise_levels), self.engine.degraded_passes
         if self.model.cache_policy == "per_pass" and degraded != passes:
             raise ValueError(

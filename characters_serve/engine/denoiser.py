@@ -7,7 +7,6 @@ the session's prefix. Knows nothing of processes or pixels.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
