@@ -51,6 +51,8 @@ class Generator(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
+    def modules(self) -> Iterator[nn.Module]: ...
+
 
 class Denoiser:
     """batch: how many sessions roll in step with each other; serving uses one. prompt: of sessions
@@ -116,7 +118,7 @@ class Denoiser:
             image = image.permute(2, 0, 1)[None] / 255
         self._generator.manual_seed(seed)
         prompt = self._prompt if prompt is None else prompt
-        with calibrating(self._model):
+        with calibrating(self._model.modules()):
             self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
         if self._graph is not None and isinstance(self._cache, FusedRingCache):
             self._graph.capture(self._cache.prefix_length, self._cache.as_if_full())

@@ -8,7 +8,7 @@ later is clamped and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -75,9 +75,9 @@ def input_scale(linear: nn.Module) -> Tensor:
 
 
 @contextmanager
-def calibrating(model: nn.Module) -> Iterator[None]:
+def calibrating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within, every projection takes its input's scale from the values that it is given."""
-    linears = [module for module in model.modules() if isinstance(module, Fp8Linear)]
+    linears = [module for module in modules if isinstance(module, Fp8Linear)]
     for linear in linears:
         linear.calibrating = True
     try:

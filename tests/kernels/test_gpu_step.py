@@ -220,6 +220,4 @@ def _step_with(session: Session, noise: Tensor) -> Tensor:
     denoiser = session.denoiser
     mel = session.dit.log_mel(window[None])
     condition = session.dit.condition_on_mel(mel, controls[None])
-    denoiser._cache.begin_step()
-    with torch.no_grad():
-        return denoiser._denoise(noise, condition, len(session.model.noise_levels))[0]
+    return denoiser.denoise(condition, len(session.model.noise_levels), noise)[0]
