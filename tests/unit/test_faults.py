@@ -266,6 +266,8 @@ async def test_an_engine_that_talks_nonsense_fails_its_session(server: Server, k
             await page.reach("failed")
             raw.close(0)
         else:
+            # Stopped, so that a step is waited for: the test picture answers at once.
+            server.process_of(server.group_of(page.session["id"]), ENGINE).suspend()
             broken = Channel(address, "push", bind=False)
             while (await page.status())["status"] == "live":
                 for index in range(100):  # one of them is the next
