@@ -137,7 +137,7 @@ async def test_the_next_session_finds_nothing_of_the_last(
             held = await group.find(first)
             assert "session" in held["rank"] and "session" in held["decoder"]
             assert {"fact", "instructions", "typed", "reply"} <= held["worker"]
-            assert {"session", "reply"} <= held["host"]
+            assert "session" in held["host"]  # the reply is dropped once its caption is sent
             await parent.close(first.session_id)
             await browser.close()
 

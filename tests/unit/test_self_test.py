@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig
+from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig, PatternConfig
 from characters_serve.messages import StartCharacter, StepInput, VideoChunk
 from characters_serve.session import self_test
 from characters_serve.session.host import Host
@@ -90,12 +90,10 @@ async def test_a_real_host_is_ready_only_after_it_delivered(tmp_path: Path) -> N
 
 
 async def test_an_engine_that_is_too_slow_serves_and_says_so(tmp_path: Path) -> None:
-    # At 1000 fps a chunk plays for 4 ms: four large pictures take longer.
-    audio = CONFIG.model.audio.model_copy(update={"hop": 3})
-    fast = ModelConfig(width=1920, height=1088, fps=1000, audio=audio)
-    host = HostParent(tmp_path, CONFIG.model_copy(update={"model": fast}))
+    slow = EngineConfig(kind="pattern", pattern=PatternConfig(step_ms=250))
+    host = HostParent(tmp_path, CONFIG.model_copy(update={"engine": slow}))
     await host.start()
-    assert "and plays for 4 ms" in host.details["degraded"]
+    assert "and plays for 167 ms" in host.details["degraded"]
     await until(lambda: bool(host.metrics))
     assert host.metrics[-1].gauges["group_degraded"] == 1
     await host.stop()
