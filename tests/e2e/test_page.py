@@ -127,7 +127,7 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
 
     voiced = [at for at, rms in levels if at > question_end_ms and rms > VOICE]
     measure("question_end_to_voice_ms", round(voiced[0] - question_end_ms))
-    assert began["atMs"] - 300 < voiced[0] < began["atMs"] + 1000
+    assert began["atMs"] - 300 < voiced[0] < ended["atMs"]
     said = [rms for at, rms in levels if began["atMs"] + 200 < at < ended["atMs"]]
     quiet = [rms for at, rms in levels if ended["atMs"] + 700 < at < ended["atMs"] + 2000]
     assert statistics.mean(said) > 10 * statistics.mean(quiet) + 0.003
@@ -137,6 +137,7 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
     measure("mouth_listening", round(listening, 2))
     assert speaking > max(0.1, 1.5 * listening)
 
+    assert fps > 8
     # Two cores are enough for server and browser together, with little to spare: real time can be
     # judged only where nothing else takes them.
     if quiet_machine:

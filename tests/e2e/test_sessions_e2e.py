@@ -53,6 +53,7 @@ async def test_picture_and_sound_arrive_together_and_in_order(
     elapsed_s = (after["atMs"] - before["atMs"]) / 1000  # type: ignore[operator]
     fps = (after["video"]["framesDecoded"] - before["video"]["framesDecoded"]) / elapsed_s
     measure("fps", round(fps, 2))
+    assert fps > 8
     measure("cores", round(used_s / elapsed_s, 2))
     steps = [b["counter"] - a["counter"] for a, b in pairwise(frames)]
     measure("frames_seen", len(frames))
