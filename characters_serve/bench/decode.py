@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import sys
 import time
@@ -21,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from characters_serve.bench.origin import commit
+from characters_serve.bench.origin import commit, report
 from characters_serve.config import Config, ConfigError, Decoder, ModelConfig, load_config
 from characters_serve.engine.decoder import ChunkDecoder
 from characters_serve.engine.device import choose_device
@@ -93,9 +92,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     result = measure(load_config(options.config, options.overrides), options.seconds)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result) + "\n")
+    report(result, options.out)
     return 0
 
 

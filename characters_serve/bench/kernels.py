@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from torch import Tensor
 from characters_kernels import attention, delta_rotate, gelu_quant, linear_fp8, ring_store
 from characters_kernels import residual_norm as norm
 from characters_kernels.fp8 import E4M3
-from characters_serve.bench.origin import commit, device_name
+from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.rank_step import graph_ms, random_e4m3, shard_of
 from characters_serve.config import Config, ModelConfig
 
@@ -271,7 +270,6 @@ def run(config: Config, options: argparse.Namespace) -> int:
             f"{case.name:44}{row.get('us', row.get('error'))!s:>9} us{rate} {share:6.1%}\n"
         )
         sys.stdout.flush()
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result) + "\n")
+        save(result, options.out)
+    report(result, options.out)
     return 0

@@ -1,9 +1,15 @@
-"""Which code and device a measurement was made of. Knows nothing of what was measured."""
+"""Which code and device a measurement was made of, and how its result is handed over.
+
+Knows nothing of what was measured.
+"""
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,3 +28,15 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+
+
+def save(result: dict[str, Any], path: Path | None) -> None:
+    """Writes the file that was asked for, if one was."""
+    if path is not None:
+        path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def report(result: dict[str, Any], path: Path | None) -> None:
+    """The file, and the last line of what a benchmark prints."""
+    save(result, path)
+    sys.stdout.write(json.dumps(result) + "\n")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import multiprocessing
 import os
 import shlex
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from characters_serve.bench.origin import commit
+from characters_serve.bench.origin import commit, report
 from characters_serve.config import Config, load_config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
@@ -165,9 +164,7 @@ def main() -> int:
     options = parser.parse_args()
     overrides = [*options.overrides, f"engine.tensor_parallel={options.ranks}"]
     result = measure(load_config(options.config, overrides), options.seconds)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result) + "\n")
+    report(result, options.out)
     return 0
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import json
 import os
 import re
 import shlex
@@ -36,7 +35,7 @@ import numpy as np
 import psutil
 import torch
 
-from characters_serve.bench.origin import commit, device_name
+from characters_serve.bench.origin import commit, device_name, report
 
 QUESTIONS: Final = (
     "What is your name?",
@@ -415,9 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = measure(options.turns, options.sessions, options.overrides, arguments)
     if options.chart:
         draw(result, options.chart)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.stdout.write(json.dumps(result) + "\n")
+    report(result, options.out)
     return 0
 
 

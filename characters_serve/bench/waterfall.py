@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from characters_serve.bench import kernels
-from characters_serve.bench.origin import commit, device_name
+from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.picture import draw_waterfall
 from characters_serve.bench.rank_step import (
     CATEGORIES,
@@ -90,14 +89,14 @@ def waterfall(
             "saturated": run.denoiser.saturated,
         }
         bars.append(bar)
-        _save(options.out, result)
+        save(result, options.out)
         bar["by_category"] = by_category(run)
         if options.profile and is_last:
             trace(run, options.profile)
         sys.stdout.write(_row(bar) + "\n")
         sys.stdout.flush()
         del run
-        _save(options.out, result)
+        save(result, options.out)
     last = rungs[-1][1]
     first_bar, last_bar = bars[0], bars[-1]
     result |= {
@@ -106,21 +105,16 @@ def waterfall(
         "plain_step_ms_median": first_bar["step_ms_median"],
         "by_category": last_bar["by_category"],
     }
-    _save(options.out, result)
+    save(result, options.out)
     frequent = rank.started(last, reset_steps=_RESET_STEPS)
     result["reset_step_extra_ms"] = round(frequent.reset_extra_ms(_RESETS), 2)
     del frequent
-    _save(options.out, result)
+    save(result, options.out)
     result["cache_upkeep_ms"] = round(upkeep_ms(rank, last, calls), 2)
-    _save(options.out, result)
+    save(result, options.out)
     launch = dict(rungs).get("fp8_kv_cache", rungs[0][1])
     result["plain_cache_upkeep_ms"] = round(upkeep_ms(rank, launch, calls), 2)
     return result
-
-
-def _save(path: Path | None, result: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _row(bar: dict[str, Any]) -> str:
@@ -154,8 +148,7 @@ def main(what: str, arguments: Sequence[str]) -> int:
         rungs = rungs[:1] + rungs[1:][-1:]
     torch.set_num_threads(config.engine.rank_threads)
     result = waterfall(config, options, rungs)
-    _save(options.out, result)
+    report(result, options.out)
     if options.picture:
         draw_waterfall(result, config.model.chunk_period_s * 1000, options.picture)
-    sys.stdout.write(json.dumps(result) + "\n")
     return 0

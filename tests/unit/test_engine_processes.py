@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ class Group:
         self.exits: asyncio.Queue[str] = asyncio.Queue()
         self.children: dict[str, ChildProcess] = {}
 
-    async def start(self, name: str, module: str, *arguments: str) -> dict[str, str]:
+    async def start(self, name: str, module: str, *arguments: str, **pings: Any) -> dict[str, str]:
         child = ChildProcess(
             name,
             f"characters_serve.engine.{module}",
@@ -57,6 +58,7 @@ class Group:
             arguments=arguments,
             on_message=self.said.put,
             on_exit=self.exits.put,
+            **pings,
         )
         self.children[name] = child
         return (await child.start(timeout_s=60)).details
@@ -211,17 +213,8 @@ async def test_a_terminals_interrupt_is_left_to_the_parent(open_group: OpenGroup
 
 async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
     group = open_group(PATTERN)
-    child = ChildProcess(
-        "pattern",
-        "characters_serve.engine.pattern",
-        group.folder,
-        on_message=group.said.put,
-        on_exit=group.exits.put,
-        ping_interval_s=0.05,
-        ping_timeout_s=0.5,
-    )
-    group.children["pattern"] = child
-    await child.start(timeout_s=60)
+    await group.start("pattern", "pattern", ping_interval_s=0.05, ping_timeout_s=0.5)
+    child = group.children["pattern"]
     await child.send(Ping(12_345))
     await asyncio.sleep(1.5)
     assert group.exits.empty()
@@ -232,17 +225,7 @@ async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
 
 async def test_a_parent_that_was_itself_stopped_accuses_no_child(open_group: OpenGroup) -> None:
     group = open_group(PATTERN)
-    child = ChildProcess(
-        "pattern",
-        "characters_serve.engine.pattern",
-        group.folder,
-        on_message=group.said.put,
-        on_exit=group.exits.put,
-        ping_interval_s=0.2,
-        ping_timeout_s=2.0,
-    )
-    group.children["pattern"] = child
-    await child.start(timeout_s=60)
+    await group.start("pattern", "pattern", ping_interval_s=0.2, ping_timeout_s=2.0)
     await asyncio.sleep(0.5)
     time.sleep(3)  # as SIGSTOP, or a machine that is paused
     await asyncio.sleep(1)

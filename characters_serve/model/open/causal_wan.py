@@ -14,7 +14,6 @@ Letters: B batch, V video tokens of a chunk, C channels of a token, D model dim,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,12 @@ from characters_serve.config import ModelConfig
 from characters_serve.model.kv_cache import KVCache
 from characters_serve.model.open.frame_cache import PlainFrameCache
 from characters_serve.model.open.wan import (
-    BlockModulation,
     Head,
     Memory,
+    Modulation,
     NoiseLevel,
     WanBlock,
-    pad_text,
+    WanNetwork,
     text_embedding,
     tokens_of,
 )
@@ -37,15 +36,7 @@ from characters_serve.model.open.wan import (
 EncodeImage = Callable[[Tensor], Tensor]
 
 
-class Modulation(NamedTuple):
-    """Everything that a pass takes from its noise level. level broadcasts against (B, V, C)."""
-
-    level: Tensor
-    blocks: list[BlockModulation]
-    head: tuple[Tensor, Tensor]
-
-
-class CausalWan(nn.Module):
+class CausalWan(WanNetwork):
     """encode_image: for checkpoints that may start from a picture; None starts from text alone."""
 
     def __init__(self, model: ModelConfig, encode_image: EncodeImage | None = None) -> None:
@@ -61,25 +52,6 @@ class CausalWan(nn.Module):
             WanBlock(model.dim, model.num_heads, model.mlp_dim) for _ in range(model.num_blocks)
         )
         self.head = Head(model.dim, model.token_channels)
-
-    def modulate(self, level: Tensor) -> Modulation:
-        """level: (), or (F,) for a level of its own for each latent of the chunk."""
-        if level.ndim:
-            level = level.repeat_interleave(self.config.grid_rows * self.config.grid_columns)
-        level = level.reshape(1, -1)
-        embedded, projected = self.noise_level(level)
-        return Modulation(
-            level[..., None],
-            [block.modulate(projected) for block in self.blocks],
-            self.head.modulate(embedded),
-        )
-
-    def read_text(self, text_BTC: Tensor) -> list[Memory]:
-        """text: (B, rows, text_dim) of the text encoder -> every block's keys and values of it."""
-        assert self.config.wan is not None
-        text = text_BTC.to(self.patch_embedding.weight.dtype)
-        context = self.text_embedding(pad_text(text, self.config.wan.text_len))
-        return [block.cross_attn.memory(context) for block in self.blocks]
 
     def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None) -> list[Memory]:
         """Begins a stream: the text's keys and values, and the picture as its first latent."""

@@ -26,14 +26,14 @@ from characters_serve.model.attention import attention
 from characters_serve.model.kv_cache import KVCache
 from characters_serve.model.open.wan import (
     PATCH,
-    BlockModulation,
     CrossAttention,
     Head,
     Memory,
+    Modulation,
     NoiseLevel,
     WanBlock,
+    WanNetwork,
     layer_norm,
-    pad_text,
     text_embedding,
     tokens_of,
 )
@@ -42,14 +42,6 @@ from characters_serve.model.rope import rotary_positions, rotate
 # Rows of `condition_kind`: what a token is.
 _NOISY, _REFERENCE, _MOTION = range(3)
 _ADAIN_EPS = 1e-5
-
-
-class Modulation(NamedTuple):
-    """Everything that a pass takes from its noise level. level broadcasts against (B, V, C)."""
-
-    level: Tensor
-    blocks: list[BlockModulation]
-    head: tuple[Tensor, Tensor]
 
 
 class InjectedSpeech(NamedTuple):
@@ -135,7 +127,7 @@ class Injector(nn.Module):
         return x_BVD + heard.view_as(x_BVD)
 
 
-class LiveAvatar(nn.Module):
+class LiveAvatar(WanNetwork):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         assert model.wan is not None and model.live_avatar is not None
@@ -164,26 +156,6 @@ class LiveAvatar(nn.Module):
     @property
     def _dtype(self) -> torch.dtype:
         return self.condition_kind.dtype
-
-    def modulate(self, level: Tensor) -> Modulation:
-        """level: (), or (F,) for a level of its own for each latent of the chunk."""
-        if level.ndim:
-            tokens_per_latent = self.config.video_tokens // self.config.latents_per_chunk
-            level = level.repeat_interleave(tokens_per_latent)
-        level = level.reshape(1, -1)
-        embedded, projected = self.noise_level(level)
-        return Modulation(
-            level[..., None],
-            [block.modulate(projected) for block in self.blocks],
-            self.head.modulate(embedded),
-        )
-
-    def read_text(self, text_BTC: Tensor) -> list[Memory]:
-        """text: (B, rows, text_dim) of the text encoder -> every block's keys and values of it."""
-        assert self.config.wan is not None
-        padded = pad_text(text_BTC.to(self._dtype), self.config.wan.text_len)
-        context = self.text_embedding(padded)
-        return [block.cross_attn.memory(context) for block in self.blocks]
 
     def pack_motion(self, motion: Tensor) -> Tensor:
         """(B, Z, any number of latents, height, width), newest last -> (B, motion tokens, D)."""

@@ -1,6 +1,6 @@
 """What the models of the Wan line have in common: blocks, embeddings, tokens of latents.
 
-In: tokens, modulation, text. Out: tokens. Knows nothing of chunks, of caches or of any one family.
+In: tokens, noise levels, text. Out: tokens. Knows nothing of caches or of any one family.
 
 Letters: B batch, S tokens, D model dim, H heads, T text rows, Z latent channels. After Wan 2.1
 (arXiv 2503.20314). Two things differ from the published layout, and `weights` files hold it so:
@@ -12,13 +12,14 @@ same, because q and k are reordered alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from characters_serve.config import ModelConfig
 from characters_serve.model.attention import attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,6 +44,14 @@ class BlockModulation(NamedTuple):
     ffn_shift: Tensor
     ffn_scale: Tensor
     ffn_gate: Tensor
+
+
+class Modulation(NamedTuple):
+    """Everything that a pass takes from its noise level. level broadcasts against (B, V, C)."""
+
+    level: Tensor
+    blocks: list[BlockModulation]
+    head: tuple[Tensor, Tensor]
 
 
 def layer_norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
@@ -175,6 +184,36 @@ def pad_text(text_BTC: Tensor, text_len: int) -> Tensor:
     if missing < 0:
         raise ValueError(f"a prompt of {text_BTC.shape[1]} rows exceeds the model's {text_len}")
     return functional.pad(text_BTC, (0, 0, 0, missing))
+
+
+class WanNetwork(nn.Module):
+    """What every family does with its noise level and its text; it makes the parts itself."""
+
+    config: ModelConfig
+    noise_level: NoiseLevel
+    text_embedding: nn.Sequential
+    patch_embedding: nn.Linear
+    blocks: Sequence[WanBlock]
+    head: Head
+
+    def modulate(self, level: Tensor) -> Modulation:
+        """level: (), or (F,) for a level of its own for each latent of the chunk."""
+        if level.ndim:
+            level = level.repeat_interleave(self.config.grid_rows * self.config.grid_columns)
+        level = level.reshape(1, -1)
+        embedded, projected = self.noise_level(level)
+        return Modulation(
+            level[..., None],
+            [block.modulate(projected) for block in self.blocks],
+            self.head.modulate(embedded),
+        )
+
+    def read_text(self, text_BTC: Tensor) -> list[Memory]:
+        """text: (B, rows, text_dim) of the text encoder -> every block's keys and values of it."""
+        assert self.config.wan is not None
+        text = text_BTC.to(self.patch_embedding.weight.dtype)
+        context = self.text_embedding(pad_text(text, self.config.wan.text_len))
+        return [block.cross_attn.memory(context) for block in self.blocks]
 
 
 def tokens_of(latents: Tensor) -> Tensor:
