@@ -54,7 +54,7 @@ def region_weights(clips: Clips) -> Tensor:
     count, length = clips.controls.shape[:2]
     attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
     mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
-    weights = 1 + 5 * mouth + 4 * eyes
+    weights = 1 + 8 * mouth + 4 * eyes
     return torch.unflatten(weights, 0, (count, length))
 
 

@@ -1,11 +1,12 @@
 """Stage 2: the transformer, on latents of stage 1, in the context it will be served with.
 
 The audio encoder first learns to name the mouth's shape by itself, which pictures alone teach it
-slowly. Then the whole: first with true context, then with context from its own rollouts, served by
-the server's own Denoiser (self-rollout: what keeps it from drifting). Rendered truth is known for
-any controls and speech, so both parts regress it; a share of each step's chunks is decoded, and the
-picture's loss trains transformer and decoder together, which the latent loss alone leaves soft
-around the eyes.
+slowly, and a small network learns to read that shape from latents. Then the whole: first with true
+context, then with context from its own rollouts, served by the server's own Denoiser (self-rollout:
+what keeps it from drifting). Rendered truth is known for any controls and speech, so both parts
+regress it; every denoised latent is read for the mouth's shape, a share of each step's chunks is
+decoded, and the picture's loss trains transformer and decoder together, which the latent loss alone
+leaves soft around the eyes.
 
 Letters: B clips, K chunks, S tokens of a chunk, V video tokens, C channels, H heads, D dims.
 """
@@ -51,8 +52,10 @@ MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
 PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
 TEACHER_SHARE = 0.5
+READ_WEIGHT = 1.0
 AUDIO_SHARE = 0.02
 """Of the stage's seconds: for the audio encoder alone."""
+LATENT_READER_STEPS = 1500
 
 
 class Pool(NamedTuple):
@@ -248,6 +251,55 @@ def train_audio_encoder(
     return found
 
 
+class LatentReader(nn.Module):
+    """Reads the five mouth controls of each frame from a chunk's latent.
+
+    It tells the transformer which of a latent's directions are the mouth's, of which the plain
+    latent loss knows nothing. What the scores read, the pictures, is read by another network.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.frames = model.frames_per_chunk
+        self.layers = nn.Sequential(
+            nn.Flatten(-2),
+            nn.Linear(model.video_tokens * model.token_channels, 256),
+            nn.SiLU(),
+            nn.Linear(256, self.frames * MOUTH_CONTROLS),
+        )
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """(..., V, C) -> (..., frames, 5)."""
+        return torch.unflatten(self.layers(latent), -1, (self.frames, -1))
+
+
+def train_latent_reader(
+    model: ModelConfig, pool: Pool, generator: torch.Generator, steps: int
+) -> tuple[LatentReader, float]:
+    """Returns it and the correlation of the mouth's opening on clips of the pool kept back."""
+    device = pool.latents.device
+    reader = LatentReader(model).to(device)
+    optimizer = torch.optim.AdamW(reader.parameters(), lr=2e-3, weight_decay=0.05)
+    told = torch.unflatten(pool.clips.controls[..., NUM_CONTROLS:], 1, (-1, reader.frames))
+    kept_back = max(1, len(told) // 16)
+    for step in range(steps):
+        rows = torch.randint(kept_back, len(told), (256,), generator=generator, device=device)
+        at = torch.randint(0, told.shape[1], (256,), generator=generator, device=device)
+        latent = pool.latents[rows, at].float()
+        latent = latent + 0.1 * torch.randn(latent.shape, generator=generator, device=device)
+        loss = functional.mse_loss(reader(latent), told[rows, at])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * (1 - step / steps)
+    reader.eval().requires_grad_(False)
+    read = reader(pool.latents[:kept_back].float())
+    found = correlation(read[..., 0], told[:kept_back, ..., 0])
+    say(f"latent reader {steps} steps, kept back mouth opening {found:.3f}")
+    return reader, found
+
+
 def sample_levels(
     model: ModelConfig, count: int, chunks: int, generator: torch.Generator
 ) -> Tensor:
@@ -350,6 +402,9 @@ def train_dit(
     audio_score = train_audio_encoder(
         probe, source, generator, AUDIO_SHARE * seconds_left(), 512 if cuda else 16
     )
+    latent_reader, latent_score = train_latent_reader(
+        model, pool, generator, LATENT_READER_STEPS if cuda else 20
+    )
     probe_optimizer = torch.optim.Adam(probe.read.parameters(), lr=1e-3)
     adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
     optimizer = MuonAdamW([dit], adam_only)
@@ -412,8 +467,11 @@ def train_dit(
         frame_at = (at[..., None] * model.frames_per_chunk + frames_of_chunk).flatten(1)
         told = pool.clips.controls[rows[:, None], frame_at][..., NUM_CONTROLS:]
         mouth_loss = functional.mse_loss(mouth.float(), told.reshape(mouth.shape))
+        read = latent_reader(clean[batch:])
+        read_loss = functional.mse_loss(read, told.reshape(read.shape))
         ramp = min(1.0, step / 300)
-        loss = latent_loss + PICTURE_WEIGHT * ramp * picture + MOUTH_WEIGHT * mouth_loss
+        loss = latent_loss + PICTURE_WEIGHT * ramp * picture
+        loss = loss + MOUTH_WEIGHT * mouth_loss + READ_WEIGHT * read_loss
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
         nn.utils.clip_grad_norm_(painter.decoder.parameters(), 1.0)
@@ -439,10 +497,16 @@ def train_dit(
                 "denoised": (clean[batch:] - truth).square().mean().item(),
                 "picture": float(picture.item()),
                 "mouth": mouth_loss.item(),
+                "read": read_loss.item(),
             }
             log.append(entry)
             say("dit " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()))
     averages[0].copy_to(dit)
     averages[1].copy_to(painter.decoder)
-    record = {"log": log, "steps": step, "audio_encoder_correlation": audio_score}
+    record = {
+        "log": log,
+        "steps": step,
+        "audio_encoder_correlation": audio_score,
+        "latent_reader_correlation": latent_score,
+    }
     return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False), record
