@@ -5,8 +5,9 @@ shape; what changes between steps (slot, positions, noise, condition) lies in de
 that one capture replays them all. A position reset is a kernel of its own before the replay.
 
 The number of keys is part of the shape and follows from the prompt: a session with another prefix
-length captures anew, at its start, and the old graph's memory is taken over. Knows nothing of what
-it captures.
+length captures anew, at its start, and takes over the old graph's memory, which therefore lives
+until the new capture stands: a pool that no graph uses cannot be captured into. Knows nothing of
+what it captures.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class StepGraph:
         self._noise = torch.zeros_like(noise)
         self._condition = StepCondition(*map(torch.zeros_like, condition))
         self._pool = torch.cuda.graph_pool_handle()
+        # Kept: the matmul library makes a workspace of 32 MiB for each stream it meets.
+        self._side = torch.cuda.Stream(noise.device)  # type: ignore[no-untyped-call]
         self._shape: Hashable = None
         self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
@@ -41,13 +44,12 @@ class StepGraph:
         """
         if self._shape == shape:
             return
-        self._captured = None
+        self._shape = None
         with steady:
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
                 self._run(self._noise, self._condition)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self._side)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
@@ -56,7 +58,7 @@ class StepGraph:
 
     def __call__(self, noise: Tensor, condition: StepCondition) -> Tensor:
         """The clean chunk, valid until the next call."""
-        if self._captured is None:
+        if self._captured is None or self._shape is None:
             raise RuntimeError("no step was captured")
         graph, clean = self._captured
         self._noise.copy_(noise)

@@ -58,7 +58,7 @@ def _delta_rotate_kernel(
     # All caches together have more than 2^31 elements.
     base = keys + tl.program_id(1).to(tl.int64) * cache_stride + first_element
     pointers = base + rows * (2 * HALF) + lanes
-    # Lanes past PLANES turn by nothing, which keeps their bytes: so whole vectors can be moved.
+    # Lanes past PLANES turn by nothing, which keeps their values: so whole vectors can be moved.
     c = tl.load(cos + lanes, mask=lanes < PLANES, other=1.0)
     s = tl.load(sin + lanes, mask=lanes < PLANES, other=0.0)
     first = tl.load(pointers, mask=valid, other=0.0).to(tl.float32)

@@ -28,7 +28,7 @@ from scripts.train_tiny.renderer import (
     Planes,
     Renderer,
     pixel_grid,
-    prepare,
+    prepared,
 )
 
 _THREADS: Final = 256
@@ -177,7 +177,7 @@ class FusedRenderer(Renderer):
 
     @torch.no_grad()
     def __call__(self, attributes: Tensor, controls: Tensor) -> Tensor:
-        table = prepare(attributes.float(), controls.float())
+        table = prepared(attributes, controls)
         tables = torch.stack(list(table.values()), dim=1).contiguous()
         count = len(tables)
         out = torch.empty((count, 3, HEIGHT, WIDTH), device=tables.device, dtype=torch.bfloat16)

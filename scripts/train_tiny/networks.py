@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.image_encoder import ResidualBlock
+from scripts.train_tiny.replayed import capture
 
 MOUTH_CROP = (48, 64)
 """Rows and columns of a mouth crop."""
@@ -120,6 +121,9 @@ class MuonAdamW:
             shape: torch.zeros(len(group), *shape, device=group[0].device)
             for shape, group in self._by_shape.items()
         }
+        self._gradients = {shape: torch.zeros_like(m) for shape, m in self._momentum.items()}
+        self._updates = {shape: torch.zeros_like(m) for shape, m in self._momentum.items()}
+        self._captured: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
     def step(self, rate: float, adam_rate: float | None = None) -> None:
@@ -127,17 +131,27 @@ class MuonAdamW:
             group["lr"] = rate if adam_rate is None else adam_rate
         self._adam.step()
         for shape, parameters in self._by_shape.items():
-            gradients = torch.stack([_gradient(p).flatten(1) for p in parameters])
-            momentum = self._momentum[shape].lerp_(gradients, 0.05)
-            update = _orthogonalise(gradients.lerp(momentum, 0.95)).float()
+            torch.stack([_gradient(p).flatten(1) for p in parameters], out=self._gradients[shape])
+        if self._captured is not None:
+            self._captured.replay()
+        else:
+            self._compute_updates()
+            if self.parameters[0].is_cuda:
+                self._captured = capture(self._compute_updates)
+        for shape, parameters in self._by_shape.items():
             scale = -rate * 0.2 * max(shape) ** 0.5
             torch._foreach_add_(
                 [p.data for p in parameters],
-                [u.reshape(p.shape) for p, u in zip(parameters, update, strict=True)],
+                [u.reshape(p.shape) for p, u in zip(parameters, self._updates[shape], strict=True)],
                 alpha=scale,
             )
         for p in self.parameters:
             p.grad = None
+
+    def _compute_updates(self) -> None:
+        for shape, gradients in self._gradients.items():
+            momentum = self._momentum[shape].lerp_(gradients, 0.05)
+            self._updates[shape].copy_(_orthogonalise(gradients.lerp(momentum, 0.95)))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

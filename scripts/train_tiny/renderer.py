@@ -10,6 +10,7 @@ A character is a row of :data:`NUM_ATTRIBUTES` numbers in [0, 1]; a picture adds
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Final
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from characters_serve.model.idle_controls import CONTROL_NAMES as IDLE_NAMES
+from scripts.train_tiny.replayed import Replayed
 from scripts.train_tiny.visemes import MOUTH_CONTROLS
 
 HEIGHT: Final = 256
@@ -105,7 +107,7 @@ def _hsv(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 def _palette(colours: tuple[tuple[float, float, float], ...], where: Tensor, blend: bool) -> Tensor:
     """A colour of the palette for each ``where`` in [0, 1]: the nearest below, or interpolated."""
-    table = torch.tensor(colours, device=where.device, dtype=where.dtype)
+    table = _constant(colours, where.device)
     if not blend:
         return table[(where * len(colours)).long().clamp(max=len(colours) - 1)]
     position = where * (len(colours) - 1)
@@ -187,8 +189,8 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     iris = choose((human, iris), (animal, dark_iris), (robot, vivid), (alien, vivid * 0.6))
     put_colour("iris", iris * (0.85 + 0.35 * a["iris_light"])[:, None])
     redness = a["lip_colour"][:, None] * (0.35 + 0.65 * feminine[:, None])
-    natural = skin * torch.tensor([0.86, 0.60, 0.58], device=skin.device)
-    painted = skin * torch.tensor([0.82, 0.34, 0.38], device=skin.device) + 0.06
+    natural = skin * _constant((0.86, 0.60, 0.58), skin.device)
+    painted = skin * _constant((0.82, 0.34, 0.38), skin.device) + 0.06
     lip = torch.where(human[:, None] > 0, natural * (1 - redness) + painted * redness, skin * 0.42)
     put_colour("lip", lip)
     put_colour(
@@ -325,12 +327,28 @@ def prepare(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
     return out
 
 
+@functools.cache
+def _constant(
+    values: tuple[float, ...] | tuple[tuple[float, ...], ...], device: torch.device
+) -> Tensor:
+    """Kept, since a CUDA graph cannot be captured while a tensor is copied from the host."""
+    return torch.tensor(values, device=device)
+
+
 PARAMETER_INDEX: Final = {
     name: index
     for index, name in enumerate(
         prepare(torch.zeros(1, NUM_ATTRIBUTES), torch.zeros(1, NUM_CONTROLS))
     )
 }
+
+_table = Replayed(lambda *given: torch.stack(list(prepare(*given).values())))
+
+
+def prepared(attributes: Tensor, controls: Tensor) -> dict[str, Tensor]:
+    """What `prepare` returns, of tensors of any float type and at the cost of one launch."""
+    values = _table(attributes.float(), controls.float())
+    return dict(zip(PARAMETER_INDEX, values.unbind(), strict=True))
 
 
 def _cover(distance: Tensor) -> Tensor:
@@ -1199,7 +1217,7 @@ class Renderer:
             self._layers = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in LAYERS]
 
     def _draw(self, attributes: Tensor, controls: Tensor) -> Tensor:
-        table = torch.stack(list(prepare(attributes, controls).values()), dim=1)
+        table = torch.stack(list(prepared(attributes, controls).values()), dim=1)
         planes: Planes = ()
         for layer in self._layers:
             planes = layer(planes, table, self._x, self._y)
@@ -1242,7 +1260,7 @@ def mouth_box(attributes: Tensor, controls: Tensor) -> tuple[Tensor, Tensor]:
     """
     still = controls.clone()
     still[:, len(IDLE_NAMES) :] = 0.0
-    p = prepare(attributes.float(), still.float())
+    p = prepared(attributes, still)
     return _to_pixels(p, 0.035 * p["yaw"], p["mouth_y"] + 0.03), p["scale"]
 
 
@@ -1251,7 +1269,7 @@ def eye_box(attributes: Tensor, controls: Tensor) -> tuple[Tensor, Tensor]:
 
     At scale 1 both eyes and brows stay within 52 pixels sideways and 26 up or down of it.
     """
-    p = prepare(attributes.float(), controls.float())
+    p = prepared(attributes, controls)
     return _to_pixels(p, torch.zeros_like(p["yaw"]), p["eye_y"] - 0.03), p["scale"]
 
 
