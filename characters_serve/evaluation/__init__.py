@@ -1,0 +1,1 @@
+"""Whether a change to the engine made the character worse: lip-sync of many clips, compared."""
