@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import re
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
+EXIT_GATE = 3
 SHUTDOWN_REQUESTS_S = 5
 
 
@@ -228,6 +231,64 @@ def embed_text(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
+def evaluate(_config: Config, options: argparse.Namespace) -> int:
+    import importlib.util
+    import json
+
+    from characters_serve.evaluation.report import draw, make_report
+    from characters_serve.evaluation.run import Plan, default_jobs
+    from characters_serve.evaluation.run import evaluate as run
+
+    configurations = dict(_named_config(text, options.set or []) for text in options.compare)
+    if len(configurations) < len(options.compare):
+        raise ConfigError("--config: two configurations have one name")
+    if options.gate and not options.reruns and options.band is None:
+        raise ConfigError("--gate: a band is needed: --band, or --reruns to find one")
+    plan = Plan(
+        configurations,
+        options.out,
+        clips=options.clips,
+        reruns=options.reruns,
+        seconds=options.seconds,
+        window_s=options.window,
+        syncnet=options.syncnet,
+        pictures=options.pictures,
+        recordings=options.speech,
+        jobs=options.jobs or default_jobs(),
+    )
+    try:
+        report = make_report(plan, run(plan), options.band)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    scorer = (
+        "the published SyncNet"
+        if options.syncnet
+        else "this project's own SyncNet, not comparable with published values"
+    )
+    title = f"{plan.clips} clips of {plan.seconds:g} s; {scorer}"
+    print(f"{title}\n{report.table()}")
+    result = {"scorer": scorer, "clips": plan.clips, "seconds": plan.seconds, **report.as_dict()}
+    (plan.out / "report.json").write_text(json.dumps(result, indent=1) + "\n")
+    if importlib.util.find_spec("matplotlib"):
+        draw(report, title, plan.out / "report.png")
+    else:
+        print("no picture: pip install 'characters-serve[plot]'")
+    for words in result["failures"]:
+        print(words)
+    print(json.dumps(result))
+    return EXIT_GATE if options.gate and result["failures"] else 0
+
+
+def _named_config(text: str, common: list[str]) -> tuple[str, Config]:
+    """NAME=, then YAML files and A.B=VALUE settings between spaces, as a shell splits them."""
+    name, equals, rest = text.partition("=")
+    if not equals or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"--config {text}: expected NAME=FILE, or NAME='FILE A.B=VALUE'")
+    words = shlex.split(rest)
+    files = [Path(word) for word in words if "=" not in word]
+    return name, load_config(files, [*common, *(word for word in words if "=" in word)])
+
+
 def bench(_config: Config, options: argparse.Namespace) -> int:
     if options.what == "turns":
         from characters_serve.bench import turns
@@ -303,6 +364,37 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
+
+    command = commands.add_parser(
+        "eval", help="lip-sync of configurations, compared over the same clips"
+    )
+    command.add_argument(
+        "--config",
+        dest="compare",
+        action="append",
+        required=True,
+        metavar="NAME='FILE A.B=VALUE'",
+        help="a configuration: YAML files and settings. The first is what the others are held to",
+    )
+    command.add_argument("--set", action="append", metavar="A.B=VALUE", help="in all of them")
+    command.add_argument("--out", type=Path, required=True, help="folder; a second run goes on")
+    command.add_argument("--clips", type=_positive, default=51, metavar="N")
+    command.add_argument("--seconds", type=float, default=6.0, help="of each clip")
+    command.add_argument(
+        "--reruns", type=int, default=4, metavar="N", help="of the first, for what chance does"
+    )
+    command.add_argument(
+        "--window", type=float, default=10.0, metavar="S", help="long clips are scored by these too"
+    )
+    command.add_argument("--syncnet", type=Path, help="published weights; else this project's own")
+    command.add_argument("--pictures", type=Path, help="a folder, in place of the presets")
+    command.add_argument("--speech", type=Path, help="a folder of recordings; else the own voice")
+    command.add_argument("--jobs", type=_positive, help="processes; else one for each CPU core")
+    command.add_argument(
+        "--gate", action="store_true", help=f"exit {EXIT_GATE} where an interval leaves the band"
+    )
+    command.add_argument("--band", type=float, help="allowed of either score; else from the reruns")
+    command.set_defaults(command=evaluate, config=None, log_level="info")
 
     command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
     command.set_defaults(command=doctor)
