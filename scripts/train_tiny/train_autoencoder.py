@@ -50,11 +50,11 @@ def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
 
 
 def region_weights(clips: Clips) -> Tensor:
-    """(N, T, 1, H, W): 1, more on the mouth and the eyes."""
+    """(N, T, 1, H, W): 1, and 9 on the mouth and the eyes."""
     count, length = clips.controls.shape[:2]
     attributes = clips.attributes[:, None].expand(-1, length, -1).flatten(0, 1)
     mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
-    weights = 1 + 8 * mouth + 4 * eyes
+    weights = 1 + 8 * mouth + 8 * eyes
     return torch.unflatten(weights, 0, (count, length))
 
 

@@ -261,16 +261,22 @@ class LatentReader(nn.Module):
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.frames = model.frames_per_chunk
+        self.grid = (model.grid_rows, model.grid_columns)
         self.layers = nn.Sequential(
-            nn.Flatten(-2),
-            nn.Linear(model.video_tokens * model.token_channels, 256),
+            nn.Conv2d(model.token_channels, 128, 3, padding=1),
             nn.SiLU(),
-            nn.Linear(256, self.frames * MOUTH_CONTROLS),
+            nn.Conv2d(128, 64, 3, padding=1),
+            nn.SiLU(),
+            nn.Flatten(),
+            nn.Linear(64 * model.video_tokens, self.frames * MOUTH_CONTROLS),
         )
 
     def forward(self, latent: Tensor) -> Tensor:
         """(..., V, C) -> (..., frames, 5)."""
-        return torch.unflatten(self.layers(latent), -1, (self.frames, -1))
+        grid = torch.unflatten(latent.flatten(0, -3).transpose(-1, -2), -1, self.grid)
+        return torch.unflatten(self.layers(grid), -1, (self.frames, -1)).unflatten(
+            0, latent.shape[:-2]
+        )
 
 
 def train_latent_reader(
