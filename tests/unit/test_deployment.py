@@ -21,6 +21,9 @@ import yaml
 from characters_serve import cli
 from characters_serve.config import Config, load_config
 from characters_serve.gateway.app import create_app
+from characters_serve.messages import GpuMemory
+from characters_serve.metrics import Metrics
+from characters_serve.session.counters import Counters
 from tests.unit.test_gateway_serve import connect, reach, server
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +84,10 @@ def test_every_expression_is_balanced_and_names_a_metric() -> None:
 def test_alerts_say_what_to_look_at() -> None:
     (group,) = documents("alerts.yaml")[0]["groups"]
     rules = {rule["alert"]: rule for rule in group["rules"]}
-    assert {"NoReadyGroup", "ChunkWatchdog", "SlowSessions", "LateChunks", "RebuildLoop"} <= set(
-        rules
-    )
+    assert set(rules) == {
+        *("NoReadyGroup", "ChunkWatchdog", "SlowSessions", "LateChunks", "RebuildLoop"),
+        *("SlowGroup", "DeclinedSteps", "ClampedValues", "GpuMemoryGrows"),
+    }
     for rule in rules.values():
         assert rule["labels"]["severity"] in ("page", "ticket") and rule["annotations"]["summary"]
 
@@ -98,6 +102,11 @@ async def test_every_metric_that_they_name_is_exported_by_a_live_server(tmp_path
                 await asyncio.sleep(0.1)
                 text = (await http.get("/metrics")).text
         await peer.close()
+    # A group on GPUs reports one thing more.
+    on_gpu, counters = Metrics(sessions_by_state=dict, groups_by_state=dict), Counters()
+    counters.engine(GpuMemory("rank0", 80 * 10**9))
+    on_gpu.absorb("g0", counters.take())
+    text += on_gpu.render().decode()
     exported = set()
     for line in text.splitlines():
         if line.startswith("# TYPE "):
