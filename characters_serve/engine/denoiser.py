@@ -58,8 +58,8 @@ class Denoiser:
     """batch: how many sessions roll in step with each other; serving uses one. prompt: of sessions
     that start without one.
 
-    With `fp8_gemm` the model's projections are converted in place and stay so. eager_steps: those of
-    the session that the captured graph declined.
+    With `fp8_gemm` the model's projections are converted in place and stay so.
+    eager_steps: those of the session that the captured graph declined.
     """
 
     def __init__(

@@ -172,7 +172,7 @@ class Rank:
         return self._denoiser.step(packed.audio_window, packed.controls, packed.passes)
 
     def _tell_counts(self, after_s: float = _COUNTS_S) -> None:
-        """What the session's steps have added since the host heard of them, so long ago at least."""
+        """What the session's steps have added since the host last heard, so long ago at least."""
         now_s = time.monotonic()
         if self._steps == self._told[0] or now_s - self._told_s < after_s:
             return
