@@ -17,21 +17,25 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import websockets
 import zmq
 
 from characters_serve.channels import Channel, endpoint
 from characters_serve.messages import VideoChunk
 from tests.unit.session_rig import Browser
+from tests.unit.small_model import SMALL
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 4
 SIZE = (192, 128)
+VIDEO_STEP = 90_000 // 24
 PATIENCE_S = 90.0
 
 
@@ -222,6 +226,26 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
         await beside.watches()
 
 
+async def test_a_group_that_starts_cold_takes_nothing_from_one_that_plays(server: Server) -> None:
+    """How smoothly is measured, not tested: `scripts.measurements.fleet --only cold_start`."""
+    async with client(server) as page:
+        own = server.group_of(page.session["id"])
+        hosts = {child.pid: child for child in psutil.Process(server.process.pid).children()}
+        mine = next(h for h in hosts.values() if str(server.run_dir / own) in h.cmdline())
+        cold = next(host for pid, host in hosts.items() if pid != mine.pid)
+        cold.kill()
+        await until(lambda: not cold.is_running())
+        first = len(page.browser.pictures)
+        await server.all_ready(GROUPS - 1)
+        await page.watches()
+        times = [picture.pts for picture in page.browser.pictures[first:]]
+        steps = [after - before for before, after in pairwise(times)]
+        # One clock all along; a busy machine may leave pictures out, and does not stop it.
+        assert all(step > 0 and step % VIDEO_STEP == 0 for step in steps)
+        assert max(steps) < 5 * 90_000
+        assert page.told("session-ending") == [] and (await page.status())["status"] == "live"
+
+
 async def test_a_slow_chunk_is_told_and_survived(server: Server) -> None:
     async with client(server) as page:
         engine = server.process_of(server.group_of(page.session["id"]), ENGINE)
@@ -325,3 +349,95 @@ async def test_a_full_disk_for_logs_and_a_closed_terminal_stop_nobody(tmp_path: 
         assert list(running.run_dir.iterdir()) == []
     finally:
         running.end()
+
+
+async def test_a_rank_that_is_killed_ends_its_session_and_the_slot_comes_back(
+    tmp_path: Path,
+) -> None:
+    small = SMALL.model_dump(mode="json", exclude_unset=True)
+    running = Server(
+        tmp_path,
+        tmp_path / "log",
+        *("engine.kind=diffusion", "engine.tensor_parallel=2", "engine.device=cpu"),
+        *(f"model.{name}={value}" for name, value in small.items()),
+        *("optimizations.dedicated_decoder=false", "agent.kind=none"),
+    )
+    try:
+        await running.all_ready(1)
+        async with client(running) as page:
+            group = running.group_of(page.session["id"])
+            everything = running.process_of(group, HOST).children(recursive=True)
+            assert len(everything) == 2
+            followers = [p for p in everything if p.cmdline()[-2:] == ["--rank", "1"]]
+            followers[0].kill()
+            reason = (await page.reach("failed"))["reason"]
+            assert reason.endswith("rank1 exited with code -9"), "not the one that misses it"
+            (end,) = page.told("session-ending")
+            assert end["reason"] in reason
+        await until(lambda: not any(process.is_running() for process in everything))
+        await running.all_ready(1)
+        text = httpx.get(f"{running.url}/metrics").text
+        ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 1.0'
+        assert ended in text
+    finally:
+        running.end()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_while_the_character_speaks(tmp_path: Path, signals: int) -> None:
+    """The first lets it finish, the second does not wait for it."""
+    log, spoken_s = tmp_path / "log", 2.0 if signals == 1 else 40.0
+    running = Server(tmp_path, log, "agent.kind=external", "server.drain_s=80")
+    try:
+        await running.all_ready(1)
+        async with client(running) as page, voice(running, page) as (agent, heard):
+            everything = psutil.Process(running.process.pid).children(recursive=True)
+            await agent.send(json.dumps({"type": "start", "sample_rate": 8000}))
+            await agent.send(bytes(2 * round(8000 * spoken_s)))
+            await agent.send(json.dumps({"type": "end"}))
+            await until(lambda: "playback_started" in heard)
+            running.process.send_signal(signal.SIGTERM)
+            await until(lambda: len(page.told("session-ending")) == 1)
+            assert page.told("session-ending")[0]["reason"] == "the server is shutting down"
+            if signals == 1:
+                await until(lambda: "playback_finished" in heard)
+                finished = heard["playback_finished"]
+                assert finished["interrupted"] is False
+                assert finished["position_ms"] == 1000 * spoken_s
+                await page.watches()
+                assert (await page.status())["status"] == "live"
+            else:
+                assert "playback_finished" not in heard
+                running.process.send_signal(signal.SIGTERM)
+                await until(lambda: running.process.poll() is not None, spoken_s - 10)
+        assert await asyncio.to_thread(running.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+        assert not any(process.is_running() for process in everything)
+        assert list(running.run_dir.iterdir()) == []
+    finally:
+        running.end()
+
+
+@asynccontextmanager
+async def voice(
+    server: Server, page: Client
+) -> AsyncIterator[tuple[websockets.ClientConnection, dict[str, dict[str, Any]]]]:
+    """The session's external agent, and the last message of each type that it was sent."""
+    heard: dict[str, dict[str, Any]] = {}
+
+    async def read() -> None:
+        with contextlib.suppress(websockets.ConnectionClosed):
+            async for frame in socket:
+                if isinstance(frame, str):
+                    message = json.loads(frame)
+                    heard[message["type"]] = message
+
+    url = f"{server.url.replace('http', 'ws', 1)}/v1/sessions/{page.session['id']}/audio"
+    headers = {"Authorization": f"Bearer {page.token}"}
+    async with websockets.connect(url, additional_headers=headers) as socket:
+        reading = asyncio.create_task(read())
+        await until(lambda: "ready" in heard)
+        try:
+            yield socket, heard
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
