@@ -18,6 +18,7 @@ import re
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -144,12 +145,14 @@ def build(
 def serves(stage: Stage) -> None:
     """Without a key it must refuse; with one it becomes healthy, and SIGTERM ends it."""
     argv = [*json.loads(stage.said["ENTRYPOINT"]), *json.loads(stage.said["CMD"])]
-    refused = subprocess.run(stage.command(argv, {}), capture_output=True, text=True)
+    # Elsewhere tini is process 1, which reaps by itself.
+    reaps = {"TINI_SUBREAPER": "1"}
+    refused = subprocess.run(stage.command(argv, reaps), capture_output=True, text=True)
     sys.stderr.write(f"without a key: exit {refused.returncode}, {refused.stderr.strip()}\n")
     assert refused.returncode == 2 and "CHARACTERS_API_KEY is not set" in refused.stderr
     probe = json.loads(stage.said["HEALTHCHECK"].split("CMD", 1)[1])
     key = {"CHARACTERS_API_KEY": secrets.token_urlsafe()}
-    server = subprocess.Popen(stage.command(argv, key), stdout=sys.stderr)
+    server = subprocess.Popen(stage.command(argv, {**reaps, **key}), stdout=sys.stderr)
     try:
         began_s = time.monotonic()
         while subprocess.run(stage.command(probe, {}), capture_output=True).returncode != 0:
@@ -165,6 +168,7 @@ def serves(stage: Stage) -> None:
         server.terminate()
         code = server.wait(STOP_S)
     sys.stderr.write(f"after SIGTERM: exit {code}\n")
+    assert code in (0, 128 + signal.SIGTERM)
 
 
 def pairs(settings: Sequence[str]) -> dict[str, str]:
