@@ -45,6 +45,10 @@ async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> Non
             await asyncio.sleep(0.05)
 
 
+async def gone(*processes: psutil.Process) -> None:
+    await until(lambda: not any(process.is_running() for process in processes))
+
+
 class Server:
     """`characters serve` in a process of its own; `log` is where its lines of JSON go."""
 
@@ -223,7 +227,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
                 assert end["reason"] in reason
             if (module, sent) == (ENGINE, signal.SIGSTOP):
                 assert "stalled" in [said["state"] for said in page.told("avatar-state")]
-        await until(lambda: not any(process.is_running() for process in lost))
+        await gone(*lost)
         assert (await beside.status())["status"] == "live"
         await beside.watches()
 
@@ -239,7 +243,7 @@ async def test_who_leaves_a_hanging_engine_is_let_go_and_the_cold_start_disturbs
             engine.suspend()
             left = await leaver.leave()
             assert left.status_code == 204, "whatever its engine does"
-        await until(lambda: not engine.is_running())
+        await gone(engine)
         await server.all_ready(GROUPS - 1)
         await page.watches()
         times = [picture.pts or 0 for picture in page.browser.pictures[first:]]
@@ -355,7 +359,7 @@ async def test_a_full_disk_for_logs_and_a_closed_terminal_stop_nobody(tmp_path: 
         running.end()
 
 
-async def test_a_rank_that_is_killed_ends_its_session_and_the_slot_comes_back(
+async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_back(
     tmp_path: Path,
 ) -> None:
     small = SMALL.model_dump(mode="json", exclude_unset=True)
@@ -367,21 +371,22 @@ async def test_a_rank_that_is_killed_ends_its_session_and_the_slot_comes_back(
         *("optimizations.dedicated_decoder=false", "agent.kind=none"),
     )
     try:
-        await running.all_ready(1)
-        async with client(running) as page:
-            group = running.group_of(page.session["id"])
-            everything = running.process_of(group, HOST).children(recursive=True)
-            assert len(everything) == 2
-            followers = [p for p in everything if p.cmdline()[-2:] == ["--rank", "1"]]
-            followers[0].kill()
-            reason = (await page.reach("failed"))["reason"]
-            assert reason.endswith("rank1 exited with code -9"), "not the one that misses it"
-            (end,) = page.told("session-ending")
-            assert end["reason"] in reason
-        await until(lambda: not any(process.is_running() for process in everything))
+        for sent in (signal.SIGKILL, signal.SIGSTOP):
+            await running.all_ready(1)
+            async with client(running) as page:
+                group = running.group_of(page.session["id"])
+                ranks = running.process_of(group, HOST).children(recursive=True)
+                (follower,) = (rank for rank in ranks if rank.cmdline()[-2:] == ["--rank", "1"])
+                follower.send_signal(sent)
+                reason = (await page.reach("failed"))["reason"]
+                (end,) = page.told("session-ending")
+                assert end["reason"] in reason and reason.endswith("exited with code -9")
+                if sent is signal.SIGKILL:
+                    assert "rank1" in reason, "the one that died, not the one that misses it"
+            await gone(*ranks)
         await running.all_ready(1)
         text = httpx.get(f"{running.url}/metrics").text
-        ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 1.0'
+        ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 2.0'
         assert ended in text
     finally:
         running.end()
