@@ -116,7 +116,7 @@ def test_a_planted_item_is_caught() -> None:
 
 def test_a_new_session_is_not_told_the_clamped_values_of_the_last() -> None:
     monitor = SaturationMonitor(torch.device("cuda"))
-    torch.cuda._sleep(10**8)
+    torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
     monitor.counter += 3
     monitor.request()  # in flight
     monitor.reset()
