@@ -302,6 +302,28 @@ class VideoChunk:
     decode_began_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Rank to host, unsolicited, about once a second: what it has counted since the last.
+
+    eager_steps: steps that the captured graph declined. fp8_saturated: values that were clamped,
+    because they did not fit their FP8 scale.
+    """
+
+    process: str
+    steps: int
+    eager_steps: int
+    fp8_saturated: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Rank or decoder to host, unsolicited, around each session: what is in use on its GPU."""
+
+    process: str
+    used_bytes: int
+
+
 # ---------------------------------------------------------------- session host <-> agent worker
 
 
@@ -487,6 +509,8 @@ Message = (
     | StepInput
     | LatentChunk
     | VideoChunk
+    | StepCounts
+    | GpuMemory
     | AgentStart
     | AgentStarted
     | AgentEnd

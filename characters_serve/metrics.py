@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from characters_serve.messages import HostMetrics
-from characters_serve.session.counters import COUNTERS, TURN_STAGE
+from characters_serve.session.counters import COUNTERS, GPU_MEMORY, TURN_STAGE
 
 # Else a second series for each counter, which nothing here reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -215,10 +215,14 @@ class _Hosts(Collector):
             )
         families: dict[str, GaugeMetricFamily] = {}
         for group_id, gauges in self._gauges.items():
-            for name, value in gauges.items():
+            for said, value in gauges.items():
+                name, labels = said, {"group": group_id}
+                if said.startswith(GPU_MEMORY):
+                    name = GPU_MEMORY.removesuffix("_")
+                    labels["process"] = said.removeprefix(GPU_MEMORY)
                 if name not in families:
                     families[name] = GaugeMetricFamily(
-                        f"characters_{name}", "Measured by the session hosts", labels=["group"]
+                        f"characters_{name}", "Measured by the session hosts", labels=list(labels)
                     )
-                families[name].add_metric([group_id], value)
+                families[name].add_metric(list(labels.values()), value)
         yield from families.values()

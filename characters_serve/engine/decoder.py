@@ -18,7 +18,7 @@ from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
-from characters_serve.engine.device import choose_device, decoder_gpu
+from characters_serve.engine.device import choose_device, decoder_gpu, tell_gpu_memory
 from characters_serve.engine.i420 import rgb_to_i420
 from characters_serve.engine.latent_link import LatentReceiver
 from characters_serve.engine.reference_image import image_tensor
@@ -183,9 +183,11 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 logs.about_session(session_id)
                 elapsed_ms = (time.perf_counter() - started_s) * 1000
                 link.channel.send(CharacterReady(session_id, link.name, elapsed_ms))
+                tell_gpu_memory(link, device)
             case EndCharacter():
                 decoder.reset()
                 session_id = None
+                tell_gpu_memory(link, device)
                 link.channel.send(CharacterEnded(message.session_id, link.name))
                 log.info("character ended; %d latents of other sessions dropped", dropped)
                 logs.about_session(None)

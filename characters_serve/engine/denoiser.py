@@ -59,6 +59,7 @@ class Denoiser:
     that start without one.
 
     With `fp8_gemm` the model's projections are converted in place and stay so.
+    eager_steps: those of the session that the captured graph declined.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Denoiser:
         if self._graph is not None and self._is_steady(levels):
             clean = self._graph(noise, condition)
         else:
-            self.eager_steps += 1
+            self.eager_steps += self._graph is not None
             clean = self._run_passes(noise, condition, levels)
         self._monitor.request()
         return clean

@@ -24,7 +24,7 @@ from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
-from characters_serve.engine.device import choose_device
+from characters_serve.engine.device import choose_device, tell_gpu_memory
 from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
@@ -38,6 +38,7 @@ from characters_serve.messages import (
     Ping,
     Shutdown,
     StartCharacter,
+    StepCounts,
     StepInput,
 )
 from characters_serve.model.shard import deal
@@ -47,6 +48,8 @@ log = logging.getLogger(__name__)
 
 # So often at least the other ranks hear from rank 0, and answer their pings.
 _IDLE_S = 1.0
+# So often at most the host hears what was counted.
+_COUNTS_S = 1.0
 
 
 def warm_up(denoiser: Denoiser, packed: PackedStep, model: ModelConfig, passes: list[int]) -> float:
@@ -103,6 +106,9 @@ class Rank:
         self._denoiser = denoiser
         self._packed = packed
         self._dropped = 0
+        self._steps = 0
+        self._told = (0, 0, 0)
+        self._told_s = 0.0
 
     def lead(self, inbox: Inbox, sink: LatentSink) -> None:
         """Rank 0: what the host wants, which all ranks then do in the order chosen here."""
@@ -115,6 +121,7 @@ class Rank:
                     packed.fill(message)
                     ranks.give(Order.STEP, packed.host)
                     sink.send(message, self._step(), started_s)
+                    self._tell_counts()
                 case StepInput():
                     self._dropped += 1
                 case StartCharacter():
@@ -146,6 +153,7 @@ class Rank:
             if order is Order.STEP:
                 self._packed.upload()
                 self._step()
+                self._tell_counts()
             elif order is Order.MESSAGE:
                 message = mailbox.next()
                 match message:
@@ -160,19 +168,34 @@ class Rank:
 
     def _step(self) -> Tensor:
         packed = self._packed
+        self._steps += 1
         return self._denoiser.step(packed.audio_window, packed.controls, packed.passes)
+
+    def _tell_counts(self, after_s: float = _COUNTS_S) -> None:
+        """What the session's steps have added since the host last heard, so long ago at least."""
+        now_s = time.monotonic()
+        if self._steps == self._told[0] or now_s - self._told_s < after_s:
+            return
+        counted = (self._steps, self._denoiser.eager_steps, self._denoiser.saturated)
+        grown = [now - told for now, told in zip(counted, self._told, strict=True)]
+        self._link.channel.send(StepCounts(self._link.name, *grown))
+        self._told, self._told_s = counted, now_s
 
     def _start(self, message: StartCharacter) -> None:
         device = self._packed.packed.device
         logs.about_session(message.session_id)
+        self._steps, self._told = 0, (0, 0, 0)
         self._denoiser.start(image_tensor(message.image_rgb, self._model, device), message.seed)
 
     def _say_ready(self, session_id: str, started_s: float) -> None:
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         self._link.channel.send(CharacterReady(session_id, self._link.name, elapsed_ms))
+        tell_gpu_memory(self._link, self._packed.packed.device)
 
     def _end(self, message: EndCharacter) -> None:
+        self._tell_counts(0.0)
         self._denoiser.reset()
+        tell_gpu_memory(self._link, self._packed.packed.device)
         self._link.channel.send(CharacterEnded(message.session_id, self._link.name))
         log.info("character ended; %d steps of other sessions dropped", self._dropped)
         logs.about_session(None)

@@ -22,8 +22,10 @@ from characters_serve.messages import (
     CharacterReady,
     EndCharacter,
     Failed,
+    GpuMemory,
     Message,
     StartCharacter,
+    StepCounts,
     StepInput,
     UserAudio,
     VideoChunk,
@@ -53,11 +55,13 @@ class Children:
         *,
         on_agent: Callable[[Message], None],
         on_chunk: Callable[[VideoChunk], None],
+        on_counts: Callable[[StepCounts | GpuMemory], None],
         on_fault: Callable[[str], None],
     ) -> None:
         self._config = config
         self._on_agent = on_agent
         self._on_chunk = on_chunk
+        self._on_counts = on_counts
         self._on_fault = on_fault
         self._waiting: dict[tuple[type, str], asyncio.Future[Message]] = {}
         self._steps = Channel(endpoint(group_dir, "steps"), "push", bind=True)
@@ -187,6 +191,8 @@ class Children:
             waiting.set_result(message)
         elif isinstance(message, Failed):
             self._on_fault(f"{name}: {message.reason}")
+        elif isinstance(message, StepCounts | GpuMemory):
+            self._on_counts(message)
         elif self._agent is not None and name == self._agent.name:
             self._on_agent(message)
         else:

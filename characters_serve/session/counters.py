@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
-from characters_serve.messages import HostMetrics
+from characters_serve.messages import GpuMemory, HostMetrics, StepCounts
 
 # Observations of this prefix are one stage each of the user's turn.
 TURN_STAGE: Final = "turn_stage_ms_"
+# Gauges of this prefix are one process each of the group.
+GPU_MEMORY: Final = "gpu_memory_bytes_"
 
 COUNTERS: Final = (
     "chunks_total",
@@ -22,6 +24,9 @@ COUNTERS: Final = (
     "frames_sent_total",
     "frames_skipped_total",
     "degraded_chunks_total",
+    "rank_steps_total",
+    "eager_steps_total",
+    "fp8_saturated_total",
     "interrupts_total",
     "agent_errors_total",
     "offers_refused_total",
@@ -59,6 +64,16 @@ class Counters:
 
     def observe(self, name: str, value: float) -> None:
         self._observations[name].append(value)
+
+    def engine(self, said: StepCounts | GpuMemory) -> None:
+        """Steps are counted on each rank, so that shares hold for any number of them."""
+        match said:
+            case StepCounts():
+                self.count("rank_steps_total", said.steps)
+                self.count("eager_steps_total", said.eager_steps)
+                self.count("fp8_saturated_total", said.fp8_saturated)
+            case GpuMemory():
+                self.gauge(GPU_MEMORY + said.process, said.used_bytes)
 
     def take(self) -> HostMetrics:
         """Observations are handed out once."""

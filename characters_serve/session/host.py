@@ -81,6 +81,7 @@ class Host:
             group_dir,
             on_agent=self._from_agent,
             on_chunk=self._from_engine,
+            on_counts=self._counters.engine,
             on_fault=self._fault,
         )
         self._session: LiveSession | None = None

@@ -1,4 +1,4 @@
-"""Counts values that did not fit their FP8 scale, without ever waiting for the device.
+"""Counts values that did not fit their FP8 scale; no step ever waits for the device.
 
 In: kernels add to `counter` on the device. Out: `read()`, the last count that has arrived.
 """
@@ -36,8 +36,12 @@ class SaturationMonitor:
         return self._last
 
     def reset(self) -> None:
-        """For a new session. A copy still in flight may yet show the old session's count."""
+        """Between sessions, so it waits for a copy in flight: nothing of the old one is read."""
+        if self._copied is not None:
+            self._copied.synchronize()
         self.counter.zero_()
+        self._arrived.zero_()
+        self._last = 0
 
 
 def total(counter: Tensor) -> int:

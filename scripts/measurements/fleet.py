@@ -1,11 +1,13 @@
-"""Measures the fleet on this machine: decisions, reservations, many sessions, and a soak of faults.
+"""Measures the fleet on this machine: decisions, reservations, many sessions, faults.
 
     python -m scripts.measurements.fleet --out scripts/measurements/fleet.json
     python -m scripts.measurements.fleet --only soak --seconds 1800 --out ...
+    python -m scripts.measurements.fleet --only cold_start --set engine.kind=diffusion --out ...
 
 `pool`, `simulated` and `reservation` take a minute. `concurrent` raises the number of real sessions
-of the test picture until one no longer gets its rate, and `soak` kills and stops processes under
-visitors for as long as it is told: both want a machine that does nothing else.
+of the test picture until one no longer gets its rate, `cold_start` lets a group start beside one
+that plays, and `soak` kills and stops processes under visitors for as long as it is told: these
+want a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 import collections
 import json
 import random
+import re
 import shlex
 import statistics
 import sys
@@ -22,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,8 @@ RATE_FPS = 23.5
 SOAK_GROUPS = 3
 FAULT_EVERY_S = 5.0
 BACK_WITHIN_S = 90.0
+# A session's first pictures come in a burst, and its figures after a second.
+SETTLE_S = 3.0
 
 
 def percentiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
@@ -139,6 +145,72 @@ def concurrent(seconds: float) -> dict[str, Any]:
             break
     kept = [each["sessions"] for each in tried if each["slowest_fps"] >= RATE_FPS]
     return {"at_rate": max(kept, default=0), "seconds": seconds, "tried": tried}
+
+
+async def cold_starts(server: Server, count: int) -> dict[str, Any]:
+    """One group plays while the other is killed and starts anew; and as long while nothing does."""
+    spans: dict[str, list[tuple[float, float]]] = {"quiet": [], "cold": []}
+    health_ms: list[float] = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+
+        async def free_groups(wanted: int) -> None:
+            while True:
+                asked_s = time.monotonic()
+                free = (await http.get("/healthz/ready")).json()["free"]
+                health_ms.append((time.monotonic() - asked_s) * 1000)
+                if free == wanted:
+                    return
+                await asyncio.sleep(0.02)
+
+        viewer = Viewer(http)
+        try:
+            await viewer.join()
+            await asyncio.sleep(SETTLE_S)
+            await free_groups(1)
+            playing = await playing_group(http)
+            health_ms.clear()
+            for _ in range(count):
+                cold = next(h for h in server.gateway.children() if playing not in command_of(h))
+                cold.kill()
+                began_s = time.monotonic()
+                await free_groups(0)
+                await free_groups(1)
+                ready_s = time.monotonic()
+                spans["cold"].append((began_s, ready_s))
+                await asyncio.sleep(ready_s - began_s)
+                spans["quiet"].append((ready_s, time.monotonic()))
+            assert await playing_group(http) == playing
+        finally:
+            await viewer.leave()
+    shown_s = [picture.at_s for picture in viewer.seen.pictures]
+    return {
+        "starts": count,
+        "start_s": percentiles([end - begin for begin, end in spans["cold"]], 1),
+        "frame_interval_ms": {
+            name: percentiles(
+                [
+                    (after - before) * 1000
+                    for before, after in pairwise(shown_s)
+                    if any(begin <= before and after <= end for begin, end in times)
+                ],
+                1,
+            )
+            for name, times in spans.items()
+        },
+        "healthz_ms": percentiles(health_ms, 1),
+    }
+
+
+def command_of(process: psutil.Process) -> str:
+    return shlex.join(process.cmdline())
+
+
+async def playing_group(http: httpx.AsyncClient) -> str:
+    """The group whose session sends pictures."""
+    (group,) = re.findall(
+        r'^characters_video_fps\{group="(.+)"\}', (await http.get("/metrics")).text, re.M
+    )
+    return str(group)
 
 
 class Soak:
@@ -243,16 +315,18 @@ class Soak:
 
 
 @contextmanager
-def serving(groups: int) -> Iterator[Server]:
+def serving(groups: int, *more: str) -> Iterator[Server]:
     with tempfile.TemporaryDirectory() as folder:
-        settings = (*PATTERN, f"fleet.groups={groups}", "session.connect_timeout_s=5")
+        settings = (*PATTERN, f"fleet.groups={groups}", "session.connect_timeout_s=5", *more)
         with running_server(Path(folder) / "r", *settings) as server:
             yield server
 
 
-def with_one_group(measure: Callable[[Server], Any]) -> dict[str, Any]:
-    with serving(1) as server:
-        return dict(asyncio.run(measure(server)))
+def with_groups(
+    groups: int, measure: Callable[[Server, int], Any], count: int, *more: str
+) -> dict[str, Any]:
+    with serving(groups, *more) as server:
+        return dict(asyncio.run(measure(server, count)))
 
 
 def soak(seconds: float, seed: int) -> dict[str, Any]:
@@ -265,18 +339,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1800.0, help="of the soak")
     parser.add_argument("--watch", type=float, default=20.0, help="seconds of each `concurrent`")
     parser.add_argument("--reservations", type=int, default=100)
+    parser.add_argument("--starts", type=int, default=10, help="of `cold_start`")
+    parser.add_argument("--set", action="append", default=[], help="for the server of `cold_start`")
     parser.add_argument("--seed", type=int, default=0)
-    parts = ("pool", "simulated", "reservation", "concurrent", "soak")
+    parts = ("pool", "simulated", "reservation", "concurrent", "cold_start", "soak")
     parser.add_argument("--only", choices=parts, action="append")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     work: dict[str, Callable[[], dict[str, Any]]] = {
         "pool": pool_decisions,
         "simulated": simulated,
-        "reservation": lambda: with_one_group(
-            lambda server: reservations(server, options.reservations)
-        ),
+        "reservation": lambda: with_groups(1, reservations, options.reservations),
         "concurrent": lambda: concurrent(options.watch),
+        "cold_start": lambda: with_groups(2, cold_starts, options.starts, *options.set),
         "soak": lambda: soak(options.seconds, options.seed),
     }
     command = shlex.join(["python", "-m", "scripts.measurements.fleet", *sys.argv[1:]])

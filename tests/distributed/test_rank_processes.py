@@ -34,6 +34,7 @@ from characters_serve.messages import (
     Shutdown,
     ShutdownAck,
     StartCharacter,
+    StepCounts,
 )
 from characters_serve.processes import ControlLink
 from tests.unit.session_rig import Browser, HostParent, until
@@ -44,6 +45,11 @@ LIVE_S = 40.0
 
 def has_pictures(browser: Browser) -> bool:
     return len(browser.pictures) > 8
+
+
+def has_counts(host: HostParent) -> bool:
+    """What the ranks count comes with the host's report."""
+    return host.metrics[-1].counters["rank_steps_total"] > 0
 
 
 async def test_two_ranks_hold_sessions_and_end_with_the_one_that_dies(tmp_path: Path) -> None:
@@ -66,6 +72,7 @@ async def test_two_ranks_hold_sessions_and_end_with_the_one_that_dies(tmp_path: 
         if name == "one":
             assert isinstance(await host.close(name), Done)
             await browser.close()
+    await until(lambda: has_counts(host), LIVE_S)
     os.kill(int(host.details["pid_rank1"]), signal.SIGKILL)
     await until(lambda: bool(host.exits), LIVE_S)
     assert host.state_names("two")[-1] == "failed"
@@ -88,16 +95,20 @@ class Ordered:
 
 
 class Recorder:
-    """Stands where a denoiser does and keeps what was asked of it."""
+    """Stands where a denoiser does and keeps what was asked of it. Each step clamps a value."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.eager_steps = 0
+        self.saturated = 0
 
     def start(self, _image: object, seed: int) -> None:
         self.asked.append(f"start {seed}")
+        self.saturated = 0
 
     def step(self, _window: object, _controls: object, passes: int) -> None:
         self.asked.append(f"step {passes}")
+        self.saturated += 1
 
     def reset(self) -> None:
         self.asked.append("reset")
@@ -126,9 +137,13 @@ def test_a_rank_keeps_messages_until_their_order_and_answers_pings_before(tmp_pa
 
     Rank(SMALL, link, cast(Any, Ordered(orders())), cast(Any, asked), packed).follow()
     assert asked.asked == ["step 3", "start 5", "step 3", "reset"]
-    answers = [parent.recv() for _ in range(4)]
+    said = [parent.recv() for _ in range(6)]
+    answers = [message for message in said if not isinstance(message, StepCounts)]
     assert answers[0] == Pong(7)
     assert isinstance(answers[1], CharacterReady)
     assert answers[2:] == [CharacterEnded("one", "rank1"), ShutdownAck("rank1")]
+    counted = StepCounts("rank1", steps=1, eager_steps=0, fp8_saturated=1)
+    assert [message for message in said if isinstance(message, StepCounts)] == [counted] * 2
+    assert said.index(counted) < 2 and said[-3] == counted, "a session's last word before its end"
     parent.close()
     link.channel.close()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from characters_kernels.saturation import SaturationMonitor
 from characters_serve.bench.rank_step import shard_of
 from characters_serve.config import ModelConfig, Optimizations, load_config
 from characters_serve.engine.denoiser import Denoiser
@@ -111,6 +112,18 @@ def test_a_planted_item_is_caught() -> None:
             session.step()
     finally:
         session.denoiser._cache.begin_step = begin  # type: ignore[method-assign]
+
+
+def test_a_new_session_is_not_told_the_clamped_values_of_the_last() -> None:
+    monitor = SaturationMonitor(torch.device("cuda"))
+    torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+    monitor.counter += 3
+    monitor.request()  # in flight
+    monitor.reset()
+    assert monitor.read() == 0
+    monitor.request()
+    torch.cuda.synchronize()
+    assert monitor.read() == 0
 
 
 def test_a_steady_step_is_one_replay_and_takes_no_memory() -> None:

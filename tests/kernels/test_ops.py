@@ -124,5 +124,6 @@ def test_the_monitor_reads_the_count_of_the_last_request() -> None:
     monitor.request()
     assert monitor.read() == 3
     monitor.reset()
+    assert monitor.read() == 0, "the old session's count is not the new one's"
     monitor.request()
     assert monitor.read() == 0

@@ -114,7 +114,7 @@ class HostParent:
         )
 
     async def start(self) -> None:
-        self.details = (await self.child.start(60)).details
+        self.details = (await self.child.start(120)).details
 
     async def stop(self) -> None:
         await self.child.stop("the test is over", 10)

@@ -1,6 +1,7 @@
 """docker/: the files parse, and every path, port, flag and metric that they name exists.
 
-No image is built and no cluster is asked.
+No image is built and no cluster is asked. Prometheus' own tool and Kubernetes' own schemas are
+asked where they are installed: `apt install prometheus`, `pip install kubernetes-validate`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import ipaddress
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,10 @@ import yaml
 from characters_serve import cli
 from characters_serve.config import Config, load_config
 from characters_serve.gateway.app import create_app
+from characters_serve.messages import GpuMemory
+from characters_serve.metrics import Metrics
+from characters_serve.session.counters import Counters
+from scripts import dockerfile_in_chroot as dockerfile
 from tests.unit.test_gateway_serve import connect, reach, server
 
 ROOT = Path(__file__).parents[2]
@@ -81,9 +88,10 @@ def test_every_expression_is_balanced_and_names_a_metric() -> None:
 def test_alerts_say_what_to_look_at() -> None:
     (group,) = documents("alerts.yaml")[0]["groups"]
     rules = {rule["alert"]: rule for rule in group["rules"]}
-    assert {"NoReadyGroup", "ChunkWatchdog", "SlowSessions", "LateChunks", "RebuildLoop"} <= set(
-        rules
-    )
+    assert set(rules) == {
+        *("NoReadyGroup", "ChunkWatchdog", "SlowSessions", "LateChunks", "RebuildLoop"),
+        *("SlowGroup", "DeclinedSteps", "ClampedValues", "GpuMemoryGrows"),
+    }
     for rule in rules.values():
         assert rule["labels"]["severity"] in ("page", "ticket") and rule["annotations"]["summary"]
 
@@ -98,6 +106,11 @@ async def test_every_metric_that_they_name_is_exported_by_a_live_server(tmp_path
                 await asyncio.sleep(0.1)
                 text = (await http.get("/metrics")).text
         await peer.close()
+    # A group on GPUs reports one thing more.
+    on_gpu, counters = Metrics(sessions_by_state=dict, groups_by_state=dict), Counters()
+    counters.engine(GpuMemory("rank0", 80 * 10**9))
+    on_gpu.absorb("g0", counters.take())
+    text += on_gpu.render().decode()
     exported = set()
     for line in text.splitlines():
         if line.startswith("# TYPE "):
@@ -108,16 +121,61 @@ async def test_every_metric_that_they_name_is_exported_by_a_live_server(tmp_path
     assert len(named) > 20 and named - exported == set()
 
 
+def promtool(kind: str, path: Path, content: dict[str, Any]) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed")
+    path.write_text(yaml.safe_dump(content))
+    done = subprocess.run([program, *kind.split(), str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_reads_every_expression(tmp_path: Path) -> None:
+    rules = [
+        {"record": f"expression:{number}", "expr": expression}
+        for number, expression in enumerate(expressions().values())
+    ]
+    content = {"groups": [{"name": "all", "rules": rules}]}
+    promtool("check rules", tmp_path / "rules.yaml", content)
+
+
+@pytest.mark.parametrize(
+    ("alert", "series", "fires"),
+    [
+        ("DeclinedSteps", {"rank_steps_total": "0+360x60", "eager_steps_total": "0+180x60"}, True),
+        ("DeclinedSteps", {"rank_steps_total": "0+360x60", "eager_steps_total": "0+18x60"}, False),
+        (
+            "ClampedValues",
+            {"rank_steps_total": "0+360x60", "fp8_saturated_total": "0+9e3x60"},
+            True,
+        ),
+        ("ClampedValues", {"rank_steps_total": "0+360x60", "fp8_saturated_total": "0x60"}, False),
+        ("GpuMemoryGrows", {"gpu_memory_bytes": "90e9x20 92e9x40"}, True),
+        ("GpuMemoryGrows", {"gpu_memory_bytes": "92e9x20 90e9x40"}, False),
+    ],
+)
+def test_an_alert_about_ranks_fires_when_it_should(
+    tmp_path: Path, alert: str, series: dict[str, str], fires: bool
+) -> None:
+    """In Prometheus' own test of rules: a value a minute, asked after 50 minutes."""
+    labels = '{group="g0-a1b2c3",instance="server:8080",process="rank1"}'
+    given = [
+        {"series": f"characters_{name}{labels}", "values": values}
+        for name, values in series.items()
+    ]
+    expression = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
+    expected = [{"labels": "{}", "value": 1}] if fires else []
+    asked = {"expr": expression, "eval_time": "50m", "exp_samples": expected}
+    test = {"interval": "1m", "input_series": given, "promql_expr_test": [asked]}
+    content = {"rule_files": [str(DOCKER / "alerts.yaml")], "tests": [test]}
+    promtool("test rules", tmp_path / "test.yaml", content)
+
+
 # ---------------------------------------------------------------- the image
 
 
 def instructions() -> list[tuple[str, str]]:
-    text = (DOCKER / "Dockerfile").read_text()
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    return [
-        (line.split(None, 1)[0], line.split(None, 1)[1]) for line in joined.splitlines() if line
-    ]
+    return dockerfile.instructions((DOCKER / "Dockerfile").read_text())
 
 
 def test_the_image_is_built_from_what_is_here() -> None:
@@ -292,6 +350,18 @@ def test_the_network_policy_lets_the_api_and_media_in() -> None:
     ]
     assert {"protocol": "TCP", "port": container()["ports"][0]["containerPort"]} in rules
     assert any(rule["protocol"] == "UDP" and rule["endPort"] == 65535 for rule in rules)
+
+
+def test_the_manifests_fit_the_published_schemas() -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    job, service = documents("kuberay.yaml")
+    cluster = job["spec"]["rayClusterSpec"]
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    for document in (*documents("kubernetes.yaml"), service, *pods):
+        schemas.validate(document, schemas.latest_version(), strict=True)
 
 
 def test_a_ray_worker_has_the_gpus_of_one_group() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from characters_serve.config import EngineConfig
-from characters_serve.engine.device import choose_device, decoder_gpu
+from characters_serve.engine.device import choose_device, decoder_gpu, tell_gpu_memory
+from characters_serve.messages import GpuMemory
 
 
 @pytest.fixture
@@ -38,3 +42,12 @@ def test_the_decoder_takes_the_gpu_after_the_ranks(gpus: int, ranks: int, decode
     assert decoder_gpu(engine) == decodes
     device, _ = choose_device(engine, decodes)
     assert device.type == ("cuda" if gpus else "cpu")
+
+
+def test_memory_in_use_is_told_of_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30, 140))
+    said: list[GpuMemory] = []
+    link = cast(Any, SimpleNamespace(name="rank1", channel=SimpleNamespace(send=said.append)))
+    tell_gpu_memory(link, torch.device("cpu"))
+    tell_gpu_memory(link, torch.device("cuda", 1))
+    assert said == [GpuMemory("rank1", 110)]

@@ -26,6 +26,7 @@ from characters_serve.messages import (
     Message,
     Ping,
     StartCharacter,
+    StepCounts,
     StepInput,
     VideoChunk,
 )
@@ -47,6 +48,7 @@ class Group:
         self.steps = Channel(endpoint(folder, "steps"), "push", bind=True)
         self.chunks = Channel(endpoint(folder, "chunks"), "pull", bind=True)
         self.said: asyncio.Queue[Message] = asyncio.Queue()
+        self.counts: list[StepCounts] = []
         self.exits: asyncio.Queue[str] = asyncio.Queue()
         self.children: dict[str, ChildProcess] = {}
 
@@ -56,12 +58,18 @@ class Group:
             f"characters_serve.engine.{module}",
             self.folder,
             arguments=arguments,
-            on_message=self.said.put,
+            on_message=self._hear,
             on_exit=self.exits.put,
             **pings,
         )
         self.children[name] = child
         return (await child.start(timeout_s=60)).details
+
+    async def _hear(self, message: Message) -> None:
+        if isinstance(message, StepCounts):
+            self.counts.append(message)
+        else:
+            await self.said.put(message)
 
     async def start_character(self, session_id: str, seed: int = 0) -> None:
         image = np.random.default_rng(7).integers(0, 256, (self.model.height, self.model.width, 3))
@@ -282,6 +290,10 @@ async def test_a_session_leaves_nothing_to_the_next(open_group: OpenGroup) -> No
     again = await group.film("three", seed=3)
     assert first == again
     assert first != other
+    # The last word of a session comes before its end; no steps of warming up are in it.
+    steps = 3 * (group.model.window_chunks + 1)
+    assert sum(told.steps for told in group.counts) == steps
+    assert {told.eager_steps for told in group.counts} == {0}, "no graph, so none declined"
 
 
 async def test_decoding_on_the_rank_draws_the_same_frames(open_group: OpenGroup) -> None:

@@ -17,21 +17,25 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import websockets
 import zmq
 
 from characters_serve.channels import Channel, endpoint
 from characters_serve.messages import VideoChunk
 from tests.unit.session_rig import Browser
+from tests.unit.small_model import SMALL
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 4
 SIZE = (192, 128)
+VIDEO_STEP = 90_000 // 24
 PATIENCE_S = 90.0
 
 
@@ -39,6 +43,10 @@ async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> Non
     async with asyncio.timeout(within_s):
         while not true():
             await asyncio.sleep(0.05)
+
+
+async def gone(*processes: psutil.Process) -> None:
+    await until(lambda: not any(process.is_running() for process in processes))
 
 
 class Server:
@@ -116,6 +124,11 @@ class Client:
         )
         return dict(answer.json())
 
+    async def leave(self) -> httpx.Response:
+        return await self.http.delete(
+            f"/v1/sessions/{self.session['id']}", headers={"Authorization": f"Bearer {self.token}"}
+        )
+
     async def reach(self, *states: str) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_S):
             while (now := await self.status())["status"] not in states:
@@ -170,10 +183,7 @@ async def client(server: Server) -> AsyncIterator[Client]:
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             with contextlib.suppress(httpx.HTTPError):
-                await http.delete(
-                    f"/v1/sessions/{session['id']}",
-                    headers={"Authorization": f"Bearer {page.token}"},
-                )
+                await page.leave()
             await browser.close()
 
 
@@ -217,9 +227,31 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
                 assert end["reason"] in reason
             if (module, sent) == (ENGINE, signal.SIGSTOP):
                 assert "stalled" in [said["state"] for said in page.told("avatar-state")]
-        await until(lambda: not any(process.is_running() for process in lost))
+        await gone(*lost)
         assert (await beside.status())["status"] == "live"
         await beside.watches()
+
+
+async def test_who_leaves_a_hanging_engine_is_let_go_and_the_cold_start_disturbs_nobody(
+    server: Server,
+) -> None:
+    """How smoothly the others play is measured: scripts/measurements/fleet.py, `cold_start`."""
+    async with client(server) as page:
+        first = len(page.browser.pictures)
+        async with client(server) as leaver:
+            engine = server.process_of(server.group_of(leaver.session["id"]), ENGINE)
+            engine.suspend()
+            left = await leaver.leave()
+            assert left.status_code == 204, "whatever its engine does"
+        await gone(engine)
+        await server.all_ready(GROUPS - 1)
+        await page.watches()
+        times = [picture.pts or 0 for picture in page.browser.pictures[first:]]
+        steps = [after - before for before, after in pairwise(times)]
+        # One clock all along; a busy machine may leave pictures out, and does not stop it.
+        assert all(step > 0 and step % VIDEO_STEP == 0 for step in steps)
+        assert max(steps) < 5 * 90_000
+        assert page.told("session-ending") == [] and (await page.status())["status"] == "live"
 
 
 async def test_a_slow_chunk_is_told_and_survived(server: Server) -> None:
@@ -325,3 +357,96 @@ async def test_a_full_disk_for_logs_and_a_closed_terminal_stop_nobody(tmp_path: 
         assert list(running.run_dir.iterdir()) == []
     finally:
         running.end()
+
+
+async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_back(
+    tmp_path: Path,
+) -> None:
+    small = SMALL.model_dump(mode="json", exclude_unset=True)
+    running = Server(
+        tmp_path,
+        tmp_path / "log",
+        *("engine.kind=diffusion", "engine.tensor_parallel=2", "engine.device=cpu"),
+        *(f"model.{name}={value}" for name, value in small.items()),
+        *("optimizations.dedicated_decoder=false", "agent.kind=none"),
+    )
+    try:
+        for sent in (signal.SIGKILL, signal.SIGSTOP):
+            await running.all_ready(1)
+            async with client(running) as page:
+                group = running.group_of(page.session["id"])
+                ranks = running.process_of(group, HOST).children(recursive=True)
+                (follower,) = (rank for rank in ranks if rank.cmdline()[-2:] == ["--rank", "1"])
+                follower.send_signal(sent)
+                reason = (await page.reach("failed"))["reason"]
+                (end,) = page.told("session-ending")
+                assert end["reason"] in reason and reason.endswith("exited with code -9")
+                if sent is signal.SIGKILL:
+                    assert "rank1" in reason, "the one that died, not the one that misses it"
+            await gone(*ranks)
+        await running.all_ready(1)
+        text = httpx.get(f"{running.url}/metrics").text
+        ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 2.0'
+        assert ended in text
+    finally:
+        running.end()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+async def test_sigterm_while_the_character_speaks(tmp_path: Path, signals: int) -> None:
+    """The first lets it finish, the second does not wait for it."""
+    log, spoken_s = tmp_path / "log", 2.0 if signals == 1 else 40.0
+    running = Server(tmp_path, log, "agent.kind=external", "server.drain_s=80")
+    try:
+        await running.all_ready(1)
+        async with client(running) as page, voice(running, page) as (agent, heard):
+            everything = psutil.Process(running.process.pid).children(recursive=True)
+            await agent.send(json.dumps({"type": "start", "sample_rate": 8000}))
+            await agent.send(bytes(2 * round(8000 * spoken_s)))
+            await agent.send(json.dumps({"type": "end"}))
+            await until(lambda: "playback_started" in heard)
+            running.process.send_signal(signal.SIGTERM)
+            await until(lambda: len(page.told("session-ending")) == 1)
+            assert page.told("session-ending")[0]["reason"] == "the server is shutting down"
+            if signals == 1:
+                await until(lambda: "playback_finished" in heard)
+                finished = heard["playback_finished"]
+                assert finished["interrupted"] is False
+                assert finished["position_ms"] == 1000 * spoken_s
+                await page.watches()
+                assert (await page.status())["status"] == "live"
+            else:
+                assert "playback_finished" not in heard
+                running.process.send_signal(signal.SIGTERM)
+                await until(lambda: running.process.poll() is not None, spoken_s - 10)
+        assert await asyncio.to_thread(running.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+        assert not any(process.is_running() for process in everything)
+        assert list(running.run_dir.iterdir()) == []
+    finally:
+        running.end()
+
+
+@asynccontextmanager
+async def voice(
+    server: Server, page: Client
+) -> AsyncIterator[tuple[websockets.ClientConnection, dict[str, dict[str, Any]]]]:
+    """The session's external agent, and the last message of each type that it was sent."""
+    heard: dict[str, dict[str, Any]] = {}
+
+    async def read() -> None:
+        with contextlib.suppress(websockets.ConnectionClosed):
+            async for frame in socket:
+                if isinstance(frame, str):
+                    message = json.loads(frame)
+                    heard[message["type"]] = message
+
+    url = f"{server.url.replace('http', 'ws', 1)}/v1/sessions/{page.session['id']}/audio"
+    headers = {"Authorization": f"Bearer {page.token}"}
+    async with websockets.connect(url, additional_headers=headers) as socket:
+        reading = asyncio.create_task(read())
+        await until(lambda: "ready" in heard)
+        try:
+            yield socket, heard
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)

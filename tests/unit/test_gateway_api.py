@@ -696,6 +696,32 @@ async def test_bad_uploads_name_the_image_and_hold_no_slot(api: Api) -> None:
     assert await api.metric("characters_sessions_created_total") == 0
 
 
+async def test_nothing_that_a_client_names_is_fetched(api: Api) -> None:
+    visits = 0
+
+    def visited(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal visits
+        visits += 1
+        writer.close()
+
+    elsewhere = await asyncio.start_server(visited, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}/face.png"
+    drawing = f'<svg xmlns="http://www.w3.org/2000/svg"><image href="{url}"/></svg>'
+    for request in (
+        {"json": {"character": url}},
+        {"json": {"character": "ada", "image": url}},
+        {"json": {"character": "ada", "image_url": url}},
+        {"data": {"image": url}, "files": {"x": b""}},
+        {"files": {"image": url.encode()}},
+        {"files": {"image": ("face.svg", drawing.encode(), "image/svg+xml")}},
+    ):
+        answer = await api.http.post("/v1/sessions", **request)
+        assert 400 <= answer.status_code < 500, request
+    elsewhere.close()
+    await elsewhere.wait_closed()
+    assert visits == 0 and api.groups("ready") == 1
+
+
 async def test_pictures_do_not_queue_without_bound(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:

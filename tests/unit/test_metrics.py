@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from characters_serve import metrics as metrics_module
-from characters_serve.messages import HostMetrics, VideoChunk
+from characters_serve.messages import GpuMemory, HostMetrics, StepCounts, VideoChunk
 from characters_serve.metrics import Metrics, end_reason
 from characters_serve.session.counters import COUNTERS, TURN_STAGE, Counters
 from characters_serve.session.degrade import DegradeLadder
@@ -133,6 +133,24 @@ def test_stages_are_labels_and_there_are_not_too_many(monkeypatch: pytest.Monkey
     text = metrics.render().decode()
     assert 'characters_turn_stage_ms_count{stage="first_audio"} 1.0' in text
     assert "No Name" not in text and "one_more" not in text
+
+
+def test_what_ranks_count_is_summed_and_their_memory_stays_apart() -> None:
+    counters, metrics = Counters(), registry()
+    for process, saturated in (("rank0", 2), ("rank1", 3)):
+        for _ in range(2):
+            counters.engine(StepCounts(process, 6, 1, saturated))
+    for process, used_bytes in (("rank0", 1), ("rank1", 7), ("decoder", 5), ("rank0", 8)):
+        counters.engine(GpuMemory(process, used_bytes * 10**9))
+    metrics.absorb("g0", counters.take())
+    text = metrics.render().decode()
+    assert "\ncharacters_rank_steps_total 24.0" in text
+    assert "\ncharacters_eager_steps_total 4.0" in text
+    assert "\ncharacters_fp8_saturated_total 10.0" in text
+    for process, used in (("rank0", "8e+09"), ("rank1", "7e+09"), ("decoder", "5e+09")):
+        assert f'characters_gpu_memory_bytes{{group="g0",process="{process}"}} {used}' in text
+    metrics.forget("g0")
+    assert "gpu_memory_bytes{" not in metrics.render().decode()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,18 @@ import numpy as np
 import pytest
 
 from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig, SessionConfig
-from characters_serve.messages import CloseSession, Done, Failed, Interrupt, Offer, Refused, Say
+from characters_serve.messages import (
+    CloseSession,
+    Done,
+    Failed,
+    Interrupt,
+    Offer,
+    Refused,
+    Say,
+    UserAudio,
+)
 from characters_serve.processes import ChildFailed
+from characters_serve.session.children import MAX_AGENT_BACKLOG, Children
 from tests.unit.session_rig import Browser, HostParent, until
 
 CONFIG = Config(
@@ -75,8 +85,10 @@ async def test_a_session_from_open_to_close(host: HostParent) -> None:
     ends = [e["data"] for e in browser.events if e["type"] == "server-message"]
     assert {"kind": "session-ending", "reason": "closed by a test", "in_ms": 0} in ends
     reports = len(host.metrics)
-    await until(lambda: len(host.metrics) > reports)
+    await until(lambda: len(host.metrics) > reports + 1)
     counters = host.metrics[-1].counters
+    before = host.metrics[-2].counters
+    assert counters["chunks_total"] == before["chunks_total"], "nothing is generated for nobody"
     assert counters["frames_sent_total"] > 40 and counters["interrupts_total"] == 1
     assert host.metrics[-1].gauges.keys() == {
         "host_tasks",
@@ -316,6 +328,20 @@ async def test_a_killed_host_takes_its_children_with_it(tmp_path: Path) -> None:
     await until(lambda: bool(host.exits))
     await until(lambda: not Path(f"/proc/{engine}").exists(), 5)
     await host.child.kill()
+
+
+async def test_an_agent_that_reads_nothing_costs_a_bounded_memory(tmp_path: Path) -> None:
+    children = Children(
+        CONFIG.model_copy(update={"agent": AgentConfig(kind="local")}),
+        tmp_path,
+        **dict.fromkeys(("on_agent", "on_chunk", "on_counts", "on_fault"), print),
+    )
+    for _ in range(2 * MAX_AGENT_BACKLOG):
+        children.to_agent(UserAudio("one", bytes(640)))
+    assert children._outbox.qsize() == MAX_AGENT_BACKLOG
+    children.end_agent("one")
+    assert children._outbox.qsize() == MAX_AGENT_BACKLOG + 1, "only sound may be dropped"
+    await children.kill()
 
 
 async def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
