@@ -273,10 +273,9 @@ class LatentReader(nn.Module):
 
     def forward(self, latent: Tensor) -> Tensor:
         """(..., V, C) -> (..., frames, 5)."""
-        grid = torch.unflatten(latent.flatten(0, -3).transpose(-1, -2), -1, self.grid)
-        return torch.unflatten(self.layers(grid), -1, (self.frames, -1)).unflatten(
-            0, latent.shape[:-2]
-        )
+        channels_first = latent.flatten(0, -3).transpose(-1, -2)
+        read: Tensor = self.layers(torch.unflatten(channels_first, -1, self.grid))
+        return read.reshape(*latent.shape[:-2], self.frames, -1)
 
 
 def train_latent_reader(
