@@ -183,8 +183,9 @@ def draw(report: Report, title: str, path: Path) -> None:
         )
     axes[1].set_xlabel("seconds")
     axes[1].set_ylabel(f"PSNR to {report.rows[0].name}, dB")
-    axes[1].set_title("Pixels cannot tell configurations apart")
-    axes[1].legend(frameon=False)
+    axes[1].set_title("Pixels, of runs that differ in noise and idle motion")
+    if report.psnr_db:
+        axes[1].legend(frameon=False)
     if long:
         for name, curve in report.windows_d.items():
             axes[2].plot(np.divide(report.window_times_s, 60), curve, label=name, linewidth=1.2)

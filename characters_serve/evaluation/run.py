@@ -44,7 +44,7 @@ class Plan:
     out: Path
     clips: int = 51
     reruns: int = 4
-    seconds: float = 6.0
+    seconds: float = 5.0
     window_s: float = 10.0
     syncnet: Path | None = None
     pictures: Path | None = None
