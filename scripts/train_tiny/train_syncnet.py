@@ -113,7 +113,7 @@ def augment_pictures(crops: Tensor, generator: torch.Generator) -> Tensor:
     )
     share = uniform(count, 1, 1, 1, 1).clamp(min=0)
     pictures = torch.lerp(
-        torch.unflatten(flat, 0, (count, length)), soft.unflatten(0, (count, length)), share
+        torch.unflatten(flat, 0, (count, length)), torch.unflatten(soft, 0, (count, length)), share
     )
     gain, bias = 1 + 0.2 * uniform(count, 1, 3, 1, 1), 0.1 * uniform(count, 1, 3, 1, 1)
     noise = torch.randn(pictures.shape, generator=generator, device=device)

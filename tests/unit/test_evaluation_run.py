@@ -166,6 +166,18 @@ def test_a_missing_network_is_told(
     assert "syncnet_v2.model" in capsys.readouterr().err
 
 
+def test_the_shipped_network_hears_the_shipped_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two presets, each rendered in a process of its own."""
+    monkeypatch.setattr(speech, "_SENTENCES", speech._SENTENCES[:2])
+    config = Config(engine=EngineConfig(device="cpu"))
+    scores = evaluate(Plan({"tiny": config}, tmp_path, clips=2, reruns=0, seconds=2.0, jobs=2))
+    for score in scores["tiny", 0]:
+        assert abs(score.whole.offset) <= 1
+        assert score.whole.confidence > 1.5
+
+
 def test_each_clip_says_its_own_sentences_and_they_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
