@@ -166,6 +166,7 @@ def test_a_missing_network_is_told(
     assert "syncnet_v2.model" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(600)
 def test_the_shipped_network_hears_the_shipped_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
