@@ -17,6 +17,7 @@ from characters_serve import cli
 from characters_serve.config import Config, EngineConfig
 from characters_serve.evaluation import speech, syncnet
 from characters_serve.evaluation.clips import Clip, Score
+from characters_serve.evaluation.lse import LipSync
 from characters_serve.evaluation.run import Plan, Scorer, evaluate
 from characters_serve.evaluation.speech import prepare_speech, read_wav, write_wav
 from tests.unit.small_model import SMALL
@@ -53,63 +54,63 @@ def plan(tmp_path: Path, recordings: Path, **changes: object) -> Plan:
 
 
 def test_every_run_of_every_configuration_is_scored(tmp_path: Path, recordings: Path) -> None:
-    scores = evaluate(plan(tmp_path, recordings))
+    scores = evaluate(plan(tmp_path, recordings, clips=1))
     assert list(scores) == [("plain", 0), ("plain", 1), ("ring", 0)]
-    assert all(len(clips) == 2 for clips in scores.values())
-    first = scores["plain", 0][0]
     # 24 frames have 19 windows; of half a second's 12, 7.
-    assert len(first.windows) == 2
-    distances = [s.whole.distance for clips in scores.values() for s in clips]
-    assert len(set(distances)) == 6  # every run has noise and idle motion of its own
-    looks = np.load(tmp_path / "out" / "looks" / "ring-0-001.npy")
+    assert [len(clip.windows) for (clip,) in scores.values()] == [2, 2, 2]
+    # Every run has noise and idle motion of its own.
+    assert len({clip.whole.distance for (clip,) in scores.values()}) == 3
+    looks = np.load(tmp_path / "out" / "looks" / "ring-0-000.npy")
     assert looks.shape == (2, SMALL.height, SMALL.width)
 
 
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The clips that were scored, in order; the scores are made up of their names."""
+    names: list[str] = []
+
+    def score(_scorer: Scorer, clip: Clip) -> Score:
+        if "the disk is full" in names:
+            raise OSError(names.pop())
+        names.append(clip.name)
+        return Score(LipSync(float(clip.seed % 997), 1.5, clip.run), [])
+
+    monkeypatch.setattr(Scorer, "score", score)
+    return names
+
+
 def test_a_second_run_goes_on_where_the_first_broke_off(
-    tmp_path: Path, recordings: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recordings: Path, scored: list[str]
 ) -> None:
-    scored: list[str] = []
-    score = Scorer.score
-
-    def until_the_fourth(scorer: Scorer, clip: Clip) -> Score:
-        if len(scored) == 3:
-            raise OSError("the disk is full")
-        scored.append(clip.name)
-        return score(scorer, clip)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Scorer, "score", until_the_fourth)
-        with pytest.raises(OSError, match="disk is full"):
-            evaluate(plan(tmp_path, recordings))
     file = tmp_path / "out" / "scores.jsonl"
+    evaluate(plan(tmp_path, recordings, clips=1))
+    scored.append("the disk is full")
+    with pytest.raises(OSError, match="disk is full"):
+        evaluate(plan(tmp_path, recordings))
     before = file.read_text()
     assert [json.loads(line)["clip"] for line in before.splitlines()] == scored
     with file.open("a") as broken:
         broken.write('{"key": "half a li')
 
-    def the_rest(scorer: Scorer, clip: Clip) -> Score:
-        scored.append(clip.name)
-        return score(scorer, clip)
-
-    monkeypatch.setattr(Scorer, "score", the_rest)
     resumed = evaluate(plan(tmp_path, recordings))
     assert len(scored) == 6 and len(set(scored)) == 6
     assert file.read_text().startswith(before)
     assert evaluate(plan(tmp_path, recordings)) == resumed
+    assert [score.whole.offset for score in resumed["plain", 1]] == [1, 1]
     evaluate(plan(tmp_path, recordings, clips=3, reruns=0))
     assert scored[6:] == ["plain-0-002", "ring-0-002"]
 
 
 def test_a_changed_configuration_of_the_same_name_is_scored_anew(
-    tmp_path: Path, recordings: Path
+    tmp_path: Path, recordings: Path, scored: list[str]
 ) -> None:
     one = plan(tmp_path, recordings, clips=1, reruns=0)
-    before = evaluate(one)
+    evaluate(one)
     fewer = CPU.model_copy(update={"model": SMALL.model_copy(update={"noise_levels": (1.0, 0.25)})})
-    after = evaluate(replace(one, configurations={"plain": PLAIN, "ring": fewer}))
-    assert after["plain", 0] == before["plain", 0]
-    assert after["ring", 0] != before["ring", 0]
-    assert len((tmp_path / "out" / "scores.jsonl").read_text().splitlines()) == 3
+    evaluate(replace(one, configurations={"plain": PLAIN, "ring": fewer}))
+    assert scored == ["plain-0-000", "ring-0-000", "ring-0-000"]
+    evaluate(replace(one, window_s=1.0))
+    assert len(scored) == 5
 
 
 def run(tmp_path: Path, recordings: Path, *more: str) -> int:

@@ -71,7 +71,9 @@ def test_the_band_is_the_reach_of_the_reruns() -> None:
     assert band_of(reruns) == pytest.approx(ROOM * 0.08)
 
 
-def _report(tmp_path: Path, worse_by: float, late_by: int = 0, windows: int = 0) -> Report:
+def _report(
+    tmp_path: Path, worse_by: float, late_by: int = 0, windows: int = 0, width: int = 8
+) -> Report:
     """Fifty clips; the reruns differ by chance, `changed` also by what is asked for."""
     config = Config()
     plan = Plan({"plain": config, "changed": config}, tmp_path, clips=50, reruns=4)
@@ -90,7 +92,8 @@ def _report(tmp_path: Path, worse_by: float, late_by: int = 0, windows: int = 0)
             for distance in runs.tolist()
         ]
         for number in range(5):
-            looks = generator.integers(0, 255, (3, 8, 8), np.uint8)
+            columns = width if name == "changed" else 8
+            looks = generator.integers(0, 255, (3, 8, columns), np.uint8)
             np.save(looks_file(plan, name, run, number), looks)
     return make_report(plan, scores)
 
@@ -99,6 +102,14 @@ def test_an_unchanged_configuration_passes(tmp_path: Path) -> None:
     report = _report(tmp_path, worse_by=0.0)
     assert report.failures() == []
     assert report.table().count("plain, again") == 4
+    assert {label: len(curve) for label, curve in report.psnr_db.items()} == {
+        "again": 3,
+        "changed": 3,
+    }
+
+
+def test_pictures_of_another_size_are_not_compared_by_their_pixels(tmp_path: Path) -> None:
+    assert list(_report(tmp_path, worse_by=0.0, width=16).psnr_db) == ["again"]
 
 
 def test_a_worse_one_fails_in_both_scores(tmp_path: Path) -> None:
