@@ -379,7 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--set", action="append", metavar="A.B=VALUE", help="in all of them")
     command.add_argument("--out", type=Path, required=True, help="folder; a second run goes on")
     command.add_argument("--clips", type=_positive, default=51, metavar="N")
-    command.add_argument("--seconds", type=float, default=6.0, help="of each clip")
+    command.add_argument("--seconds", type=float, default=5.0, help="of each clip")
     command.add_argument(
         "--reruns", type=int, default=4, metavar="N", help="of the first, for what chance does"
     )

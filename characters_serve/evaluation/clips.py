@@ -38,6 +38,7 @@ _SESSION: Final = "eval"
 _EMBED_FRAMES: Final = 240
 LOOK_EVERY_S: Final = 0.5
 """Between the pictures that are kept to compare runs by their pixels."""
+_LOOK_FOR_S: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +102,21 @@ class ClipRenderer:
 def score_clip(
     renderer: ClipRenderer, syncnet: SyncNet, clip: Clip, window_s: float
 ) -> tuple[Score, NDArray[np.uint8]]:
-    """Also the brightness of a picture every LOOK_EVERY_S, uint8 (n, H, W). Raises ValueError for
-    clips that are too short to score."""
+    """Also the brightness of pictures LOOK_EVERY_S apart in the first half minute, uint8 (n, H, W).
+    Raises ValueError for clips that are too short to score."""
     model = renderer.model
     speech = read_wav(clip.speech)
     speech = speech[: len(speech) // model.audio_samples_per_chunk * model.audio_samples_per_chunk]
     num_frames = len(speech) * model.fps // model.audio.sample_rate
     seen = _Seen(syncnet, nearest_frames(num_frames, model.fps, syncnet.fps))
     looks: list[NDArray[np.uint8]] = []
-    look_every = round(LOOK_EVERY_S * model.fps)
+    looked_at = range(0, _LOOK_FOR_S * model.fps, round(LOOK_EVERY_S * model.fps))
     shown = 0
     for chunk in renderer.render(clip, speech):
         planes = [_planes(frame, model.height) for frame in chunk]
         seen.add(torch.stack([_rgb(frame) for frame in planes]))
         looks += [
-            frame[: model.height] for at, frame in enumerate(planes, shown) if not at % look_every
+            frame[: model.height] for at, frame in enumerate(planes, shown) if at in looked_at
         ]
         shown += len(planes)
     video = seen.embeddings()

@@ -143,15 +143,18 @@ def _both(scores: list[Score]) -> tuple[list[float], list[float]]:
 
 
 def _psnr_over_time(plan: Plan) -> dict[str, list[float]]:
-    """Between the baseline's first run and the others, the mean over the clips looked at."""
+    """Between the baseline's first run and the others, the mean over the clips looked at. Pictures
+    of another size than the baseline's are not compared."""
     found: dict[str, list[list[float]]] = {}
     for number in range(min(plan.clips, LOOKED_AT)):
         base = np.load(looks_file(plan, plan.baseline, 0, number))
         for name, run in plan.runs[1:]:
             other = np.load(looks_file(plan, name, run, number))
-            pairs = zip(base, other, strict=True)
+            if other.shape != base.shape:
+                continue
             label = "again" if name == plan.baseline else name
-            found.setdefault(label, []).append([psnr(a, b) for a, b in pairs])
+            curve = [psnr(a, b) for a, b in zip(base, other, strict=True)]
+            found.setdefault(label, []).append(curve)
     return {label: [float(x) for x in np.mean(curves, axis=0)] for label, curves in found.items()}
 
 
@@ -183,8 +186,9 @@ def draw(report: Report, title: str, path: Path) -> None:
         )
     axes[1].set_xlabel("seconds")
     axes[1].set_ylabel(f"PSNR to {report.rows[0].name}, dB")
-    axes[1].set_title("Pixels cannot tell configurations apart")
-    axes[1].legend(frameon=False)
+    axes[1].set_title("Pixels, of runs that differ in noise and idle motion")
+    if report.psnr_db:
+        axes[1].legend(frameon=False)
     if long:
         for name, curve in report.windows_d.items():
             axes[2].plot(np.divide(report.window_times_s, 60), curve, label=name, linewidth=1.2)

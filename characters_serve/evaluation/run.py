@@ -44,7 +44,7 @@ class Plan:
     out: Path
     clips: int = 51
     reruns: int = 4
-    seconds: float = 6.0
+    seconds: float = 5.0
     window_s: float = 10.0
     syncnet: Path | None = None
     pictures: Path | None = None
@@ -136,8 +136,8 @@ def _score_all(plan: Plan, clips: list[Clip]) -> Iterator[tuple[Clip, Score]]:
             yield clip, scorer.score(clip)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(plan.jobs, spawn, _start_worker, (plan,)) as workers:
-        waiting = {workers.submit(_score_in_worker, clip): clip for clip in clips}
+    with ProcessPoolExecutor(plan.jobs, spawn) as workers:
+        waiting = {workers.submit(_score_in_worker, plan, clip): clip for clip in clips}
         try:
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
@@ -145,16 +145,15 @@ def _score_all(plan: Plan, clips: list[Clip]) -> Iterator[tuple[Clip, Score]]:
             workers.shutdown(cancel_futures=True)
 
 
-def _start_worker(plan: Plan) -> None:
+_scorer: Scorer | None = None
+"""A worker's own, kept from clip to clip."""
+
+
+def _score_in_worker(plan: Plan, clip: Clip) -> Score:
     global _scorer
-    torch.set_num_threads(1)
-    _scorer = Scorer(plan)
-
-
-_scorer: Scorer
-
-
-def _score_in_worker(clip: Clip) -> Score:
+    if _scorer is None:
+        torch.set_num_threads(1)
+        _scorer = Scorer(plan)
     return _scorer.score(clip)
 
 

@@ -33,10 +33,12 @@ _BATCH: Final = 64
 
 
 class SyncNet(Protocol):
-    name: str
-    fps: int
-    sample_rate: int
-    """Of the speech; a whole number of samples for each frame."""
+    @property
+    def fps(self) -> int: ...
+
+    @property
+    def sample_rate(self) -> int:
+        """Of the speech; a whole number of samples for each frame."""
 
     def crop(self, frames: Tensor) -> Tensor:
         """uint8 RGB (T, 3, H, W) -> uint8 (T, 3, h, w), the part that the network looks at."""
@@ -53,7 +55,6 @@ class OwnSyncNet(nn.Module):
     """Trained by scripts/train_tiny/train_syncnet.py. No face is searched for: it looks at where
     this project's pictures have the mouth, whatever the head does."""
 
-    name = "own"
     ROWS: Final = 64
     COLUMNS: Final = 96
     LEFT, TOP, RIGHT, BOTTOM = 0.25, 0.4375, 0.75, 0.9375
@@ -95,15 +96,13 @@ class OwnSyncNet(nn.Module):
         """float (B, T, 3, 64, 96) in [0, 1] -> (B, N, D)."""
         windows = crops.unfold(1, WINDOW, 1).movedim(-1, 2)
         rows = self.video(windows.flatten(0, 1).flatten(1, 2) * 2 - 1)
-        embedded: Tensor = rows.unflatten(0, windows.shape[:2])
-        return embedded
+        return torch.unflatten(rows, 0, windows.shape[:2])
 
     def speech_windows(self, mel: Tensor) -> Tensor:
         """Normalised log-mel (B, T x 4, M) -> (B, N, D)."""
         windows = mel.unfold(1, WINDOW * STEPS_PER_FRAME, STEPS_PER_FRAME)
         rows = self.speech(windows.flatten(0, 1))
-        embedded: Tensor = rows.unflatten(0, windows.shape[:2])
-        return embedded
+        return torch.unflatten(rows, 0, windows.shape[:2])
 
     @torch.inference_mode()
     def embed_video(self, crops: Tensor) -> Tensor:
@@ -129,7 +128,6 @@ class PublishedSyncNet(nn.Module):
     stands for the face track: as high as the picture, which frames a portrait much as they do.
     """
 
-    name = "published"
     fps: Final = 25
     sample_rate: Final = 16_000
     SIDE: Final = 224
@@ -186,7 +184,7 @@ class PublishedSyncNet(nn.Module):
         windows = rows.unfold(0, WINDOW * STEPS_PER_FRAME, STEPS_PER_FRAME)[:, None]
         parts = [
             self.netfcaud(self.netcnnaud(part.to(_device(self))).flatten(1))
-            for part in windows.split(_BATCH)
+            for part in torch.split(windows, _BATCH)
         ]
         return torch.cat(parts).cpu()
 

@@ -73,7 +73,7 @@ def picture_crops(renderer: Renderer, clips: Clips) -> Tensor:
     for i in range(0, len(clips.attributes), 8):
         frames = render_clips(renderer, Clips(*(field[i : i + 8] for field in clips)))
         pixels = (frames.flatten(0, 1).clamp(0, 1) * 255).round().byte()
-        crops.append(OwnSyncNet.crop(pixels).unflatten(0, frames.shape[:2]))
+        crops.append(torch.unflatten(OwnSyncNet.crop(pixels), 0, frames.shape[:2]))
     return torch.cat(crops)
 
 
@@ -113,7 +113,7 @@ def augment_pictures(crops: Tensor, generator: torch.Generator) -> Tensor:
     )
     share = uniform(count, 1, 1, 1, 1).clamp(min=0)
     pictures = torch.lerp(
-        flat.unflatten(0, (count, length)), soft.unflatten(0, (count, length)), share
+        torch.unflatten(flat, 0, (count, length)), torch.unflatten(soft, 0, (count, length)), share
     )
     gain, bias = 1 + 0.2 * uniform(count, 1, 3, 1, 1), 0.1 * uniform(count, 1, 3, 1, 1)
     noise = torch.randn(pictures.shape, generator=generator, device=device)
@@ -124,8 +124,8 @@ def augment_pictures(crops: Tensor, generator: torch.Generator) -> Tensor:
 def sync_loss(video_BND: Tensor, speech_BND: Tensor) -> Tensor:
     """N-way cross-entropy over -distance, both ways (as in Perfect Match, Chung et al. 2019): each
     window against the other times of its own clip and of a few others."""
-    video = video_BND.float().unflatten(0, (-1, TOGETHER)).flatten(1, 2)
-    speech = speech_BND.float().unflatten(0, (-1, TOGETHER)).flatten(1, 2)
+    video = torch.unflatten(video_BND.float(), 0, (-1, TOGETHER)).flatten(1, 2)
+    speech = torch.unflatten(speech_BND.float(), 0, (-1, TOGETHER)).flatten(1, 2)
     apart = -(video[:, :, None] - speech[:, None] + 1e-6).norm(dim=-1)
     groups, windows = apart.shape[:2]
     truth = torch.arange(windows, device=apart.device).expand(groups, -1)
