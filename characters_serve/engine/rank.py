@@ -29,6 +29,7 @@ from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
 from characters_serve.engine.reference_image import image_tensor
+from characters_serve.engine.steady_sum import share_sums
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import (
     CharacterEnded,
@@ -217,6 +218,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     packed = PackedStep(model, device)
     sink = _sink(config, group_dir, device, dtype) if rank == 0 else None
     ranks.join()
+    share_sums(generator, config.optimizations, ranks)
     all_passes = len(model.noise_levels)
     warm_ms = warm_up(denoiser, packed, model, [engine.degraded_passes, all_passes])
     computing = Rank(model, link, ranks, denoiser, packed)
@@ -234,6 +236,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
         computing.lead(Inbox(link.channel, steps), sink)
     else:
         computing.follow()
+    denoiser.release()
     ranks.leave()
 
 

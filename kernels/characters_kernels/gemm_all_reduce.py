@@ -83,6 +83,8 @@ class Exchange:
 
     region: (region_bytes,) uint8, this rank's shared memory, zeros when the first rank calls.
     addresses: of the regions of all ranks, in their order, as this process sees them.
+    multicast: the address of all regions at once: the switch adds, which has never been run. 0:
+    peer to peer.
     """
 
     region: Tensor
@@ -91,6 +93,7 @@ class Exchange:
     rows: int
     columns: int
     plan: Plan
+    multicast: int = 0
     out: Tensor = field(init=False)
     counts: Tensor = field(init=False)
 
@@ -114,9 +117,7 @@ class Exchange:
         object.__setattr__(self, "out", out)
         object.__setattr__(self, "counts", counts)
 
-    def __call__(
-        self, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor
-    ) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
         """out."""
         gemm_all_reduce(
             x,
@@ -126,6 +127,7 @@ class Exchange:
             self.out,
             self.counts,
             list(self.addresses),
+            self.multicast,
             self.rank,
             list(self.plan),
         )
@@ -150,6 +152,32 @@ def _at(region, first, TYPE: tl.constexpr):
 
 
 @jit
+def _add_in_switch(multicast, size, m, column, rows, columns, COLUMNS: tl.constexpr):
+    """The NVLink switch adds all ranks' partial results, and writes the sum to all of them."""
+    n = column + 8 * tl.arange(0, COLUMNS // 8)
+    valid = (m < rows)[:, None] & (n < columns)[None, :]
+    source = multicast + 2 * (m[:, None] * columns + n[None, :])
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred valid;
+        .reg .b32 part<4>;
+        setp.ne.s32 valid, $3, 0;
+        @valid multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2
+            {part0, part1, part2, part3}, [$1];
+        @valid multimem.st.relaxed.sys.global.v4.bf16x2 [$2], {part0, part1, part2, part3};
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,l,r",
+        [source, source + size, valid.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@jit
 def _gemm_all_reduce_kernel(
     x,
     weight,
@@ -157,6 +185,7 @@ def _gemm_all_reduce_kernel(
     weight_scale,
     counts,
     regions,
+    multicast,
     rows,
     columns,
     depth,
@@ -169,6 +198,7 @@ def _gemm_all_reduce_kernel(
     COMPUTING: tl.constexpr,
     PROGRAMS: tl.constexpr,
     ADDING_FROM: tl.constexpr,
+    IN_SWITCH: tl.constexpr,
 ):
     """counts: tickets drawn for slices, then the calls that each program has made.
 
@@ -178,7 +208,7 @@ def _gemm_all_reduce_kernel(
     program = tl.program_id(0)
     row_tiles = tl.cdiv(rows, ROWS)
     tiles = row_tiles * tl.cdiv(columns, COLUMNS)
-    size = rows.to(tl.int64) * columns * 2
+    size = 2 * rows * columns  # bytes
     own = regions[0]
     for other in tl.static_range(1, WORLD):
         own = tl.where(rank == other, regions[other], own)
@@ -221,17 +251,21 @@ def _gemm_all_reduce_kernel(
                 pass
             tl.debug_barrier()
             m = tile % row_tiles * ROWS + ticket % SLICES * SLICE + tl.arange(0, SLICE)
-            n = tile // row_tiles * COLUMNS + tl.arange(0, COLUMNS)
-            valid = (m < rows)[:, None] & (n < columns)[None, :]
-            element = m[:, None] * columns + n[None, :]
-            total = tl.zeros((SLICE, COLUMNS), dtype=tl.float32)
-            for other in tl.static_range(WORLD):
-                # Past the first-level cache, which other ranks' stores do not reach.
-                source = _at(regions[other], 0, tl.bfloat16) + element
-                total += tl.load(source, mask=valid, other=0.0, cache_modifier=".cg")
-            result = total.to(tl.bfloat16)
-            for other in tl.static_range(WORLD):
-                tl.store(_at(regions[other], size, tl.bfloat16) + element, result, mask=valid)
+            column = tile // row_tiles * COLUMNS
+            if IN_SWITCH:
+                _add_in_switch(multicast, size, m, column, rows, columns, COLUMNS)
+            else:
+                n = column + tl.arange(0, COLUMNS)
+                valid = (m < rows)[:, None] & (n < columns)[None, :]
+                element = m[:, None] * columns + n[None, :]
+                total = tl.zeros((SLICE, COLUMNS), dtype=tl.float32)
+                for other in tl.static_range(WORLD):
+                    # Past the first-level cache, which other ranks' stores do not reach.
+                    source = _at(regions[other], 0, tl.bfloat16) + element
+                    total += tl.load(source, mask=valid, other=0.0, cache_modifier=".cg")
+                result = total.to(tl.bfloat16)
+                for other in tl.static_range(WORLD):
+                    tl.store(_at(regions[other], size, tl.bfloat16) + element, result, mask=valid)
             ticket = (tl.atomic_add(counts, 1, sem="relaxed") - drawn_before).to(tl.int32)
         tl.debug_barrier()
         for other in tl.static_range(WORLD):
@@ -254,6 +288,7 @@ def gemm_all_reduce_triton(
     out: Tensor,
     counts: Tensor,
     addresses: list[int],
+    multicast: int,
     rank: int,
     plan: list[int],
 ) -> None:
@@ -273,6 +308,7 @@ def gemm_all_reduce_triton(
         weight_scale,
         counts,
         tuple(addresses),
+        multicast,
         rows,
         columns,
         depth,
@@ -285,6 +321,7 @@ def gemm_all_reduce_triton(
         COMPUTING=cut.computing,
         PROGRAMS=cut.programs,
         ADDING_FROM=cut.adding_from,
+        IN_SWITCH=multicast != 0,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
@@ -301,14 +338,15 @@ def gemm_all_reduce(
     out: Tensor,
     counts: Tensor,
     addresses: list[int],
+    multicast: int,
     rank: int,
     plan: list[int],
 ) -> None:
     gemm_all_reduce_triton(
-        x, weight, x_scale, weight_scale, out, counts, addresses, rank, plan
+        x, weight, x_scale, weight_scale, out, counts, addresses, multicast, rank, plan
     )
 
 
 @gemm_all_reduce.register_fake
-def _(x, weight, x_scale, weight_scale, out, counts, addresses, rank, plan):
+def _(x, weight, x_scale, weight_scale, out, counts, addresses, multicast, rank, plan):
     return None
