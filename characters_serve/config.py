@@ -583,6 +583,9 @@ class Config(Frozen):
         for flag in _CUDA_ONLY:
             if getattr(self.optimizations, flag) and self.engine.device != "cuda":
                 raise ValueError(f"optimizations.{flag} needs engine.device cuda")
+        for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
+            if getattr(self.optimizations, flag) and self.engine.dtype == "float32":
+                raise ValueError(f"optimizations.{flag} sums in bf16: engine.dtype is float32")
         return self
 
     def _check_open_family(self) -> None:

@@ -5,7 +5,8 @@
 In: a configuration and a number of ranks. Out: what a step takes, sustained, from its packed input
 on rank 0 to its latent in host memory. The ranks are processes, and take rank 0's orders as a
 serving group's do. Where the flags sum the steady steps in shared memory, the same group is timed
-with the plain collective too: `unfused_step_ms_median`. The last line of the output, and the file, are one JSON object.
+with the plain collective too: `unfused_step_ms_median`. The last line of the output, and the file,
+are one JSON object.
 
 Imports no sockets and no media, so that it runs on a bare GPU machine.
 """

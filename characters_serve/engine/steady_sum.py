@@ -69,7 +69,14 @@ def fused_product(ranks: Ranks, rows: int, columns: int, *, in_switch: bool) -> 
     plan = steady_plan(properties.multi_processor_count)
     memory = ranks.share(region_bytes(rows, columns, plan), multicast=in_switch)
     return Exchange(
-        memory.region, memory.addresses, ranks.rank, rows, columns, plan, memory.multicast
+        memory.region,
+        memory.addresses,
+        ranks.rank,
+        rows,
+        columns,
+        plan,
+        multicast=memory.multicast if in_switch else 0,
+        keep=memory,
     )
 
 

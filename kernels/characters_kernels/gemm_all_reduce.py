@@ -84,7 +84,7 @@ class Exchange:
     region: (region_bytes,) uint8, this rank's shared memory, zeros when the first rank calls.
     addresses: of the regions of all ranks, in their order, as this process sees them.
     multicast: the address of all regions at once: the switch adds, which has never been run. 0:
-    peer to peer.
+    peer to peer. keep: what the addresses are valid for as long as it lives.
     """
 
     region: Tensor
@@ -94,6 +94,7 @@ class Exchange:
     columns: int
     plan: Plan
     multicast: int = 0
+    keep: object = None
     out: Tensor = field(init=False)
     counts: Tensor = field(init=False)
 
