@@ -123,7 +123,7 @@ class Member:
             mark.record()
         torch.cuda.synchronize()
         times_ms = [a.elapsed_time(b) for a, b in pairwise(marks)]
-        return median(times_ms[int(replays * _SETTLE_SHARE) :]) / _CHAIN * 1000
+        return float(median(times_ms[int(replays * _SETTLE_SHARE) :])) / _CHAIN * 1000
 
 
 def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> dict[str, float]:
@@ -169,7 +169,7 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
         for kept in found:
             kept.fill_(float("nan"))
         if rank == replay % size:
-            torch.cuda._sleep(_SLEEP_CYCLES)
+            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         graph.replay()
         for call, kept in enumerate(found):
             expected = gemm_all_reduce_reference(

@@ -146,7 +146,9 @@ def main(what: str, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.set)
     if what == "kernels":
-        return (gemm_all_reduce if options.op else kernels).run(config, options)
+        if options.op == "gemm_all_reduce":
+            return gemm_all_reduce.run(config, options)
+        return kernels.run(config, options)
     rungs = ladder(config.optimizations)
     if what == "step":
         rungs = rungs[:1] + rungs[1:][-1:]

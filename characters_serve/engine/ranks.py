@@ -81,7 +81,7 @@ class Ranks:
     @property
     def group_name(self) -> str:
         """What torch's own collectives on shared memory know the joined group by."""
-        return dist.group.WORLD.group_name
+        return _all_ranks().group_name
 
     def join(self) -> None:
         """Waits until every rank has come here. Loading takes minutes, and not the same on each;
@@ -123,7 +123,7 @@ class Ranks:
             os.environ[_NO_MULTICAST] = "1"
         with _peers():
             region = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
-            handle = symmetric_memory.rendezvous(region, dist.group.WORLD)
+            handle = symmetric_memory.rendezvous(region, _all_ranks())
             region.zero_()
             torch.cuda.synchronize(self._device)
             dist.all_reduce(torch.zeros(1))  # over gloo: every region is zeros now
@@ -147,6 +147,13 @@ class Ranks:
     def leave(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the ranks have not joined")
+    return group
 
 
 def _refuse_forbidden_multicast() -> None:

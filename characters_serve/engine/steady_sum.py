@@ -12,7 +12,7 @@ is counted. Knows nothing of sessions.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from characters_kernels.gemm_all_reduce import Exchange, region_bytes, steady_plan
 from characters_serve.config import Optimizations
@@ -80,7 +80,7 @@ def fused_product(ranks: Ranks, rows: int, columns: int, *, in_switch: bool) -> 
     )
 
 
-def share_sums(model: nn.Module, optimizations: Optimizations, ranks: Ranks) -> SteadySum | None:
+def share_sums(model: object, optimizations: Optimizations, ranks: Ranks) -> SteadySum | None:
     """After `ranks.join()`, by every rank. None where the flags leave the plain collective."""
     shared = optimizations.fused_gemm_all_reduce or optimizations.two_shot_all_reduce
     if not shared or ranks.size == 1:

@@ -67,7 +67,7 @@ class Fp8Linear(nn.Module):
             x = quantise(x, self.input_scale, self.saturated)
         rows = x.reshape(-1, x.shape[-1])
         out = self.product(rows, self.weight, self.input_scale, self.weight_scale)
-        return out.unflatten(0, x.shape[:-1])
+        return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def convert_projections(model: CharacterDiT, saturated: Tensor) -> None:
