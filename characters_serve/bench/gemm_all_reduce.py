@@ -256,7 +256,7 @@ def other_plans(steady: Plan) -> Iterator[Plan]:
     yield steady._replace(stages=3)
     for adding in (16, 24):
         yield steady._replace(computing=programs - adding, adding_from=programs - adding)
-    for slice_rows in (16, 64):
+    for slice_rows in (32, 128):
         yield steady._replace(slice_rows=slice_rows)
     for tile, warps, stages in (
         ((128, 128, 128), 8, 4),
@@ -269,6 +269,7 @@ def other_plans(steady: Plan) -> Iterator[Plan]:
             rows, columns, depth = tile
             yield steady._replace(
                 rows=rows,
+                slice_rows=min(rows, steady.slice_rows),
                 columns=columns,
                 depth=depth,
                 computing=programs - adding,

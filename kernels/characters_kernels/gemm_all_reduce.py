@@ -69,7 +69,7 @@ def steady_plan(multiprocessors: int) -> Plan:
 
     With 132 multiprocessors 24 have no tile; any number from 108 multiplying takes two rounds.
     """
-    return Plan(128, 256, 128, 32, multiprocessors - 16, multiprocessors, 0, 8, 4)
+    return Plan(128, 256, 128, 64, multiprocessors - 16, multiprocessors, 0, 8, 4)
 
 
 def region_bytes(rows: int, columns: int, plan: Plan) -> int:

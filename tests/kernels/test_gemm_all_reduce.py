@@ -53,7 +53,7 @@ def exchange(regions: list[Tensor], rank: int, plan: Plan) -> Exchange:
     return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan)
 
 
-def launch(end: Exchange, *given: Tensor) -> Tensor:
+def launch(end: Exchange, given: Inputs) -> Tensor:
     addresses, plan = list(end.addresses), list(end.plan)
     gemm_all_reduce_triton(*given, end.out, end.counts, addresses, 0, end.rank, plan)
     return end.out
@@ -69,7 +69,7 @@ def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Pa
         for call in range(CALLS):
             if call % size == rank:
                 time.sleep(0.05)  # late
-            made[size, plan, call] = launch(end, *inputs(rank, call)).clone()
+            made[size, plan, call] = launch(end, inputs(rank, call)).clone()
     torch.save(made, folder / f"{rank}.pt")
 
 
@@ -79,7 +79,7 @@ def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Pa
 def test_two_and_three_ranks_sum_what_each_multiplies(tmp_path: Path) -> None:
     memory = {
         (size, plan): [
-            torch.zeros(region_bytes(ROWS, COLUMNS, plan), dtype=torch.uint8).share_memory_()
+            zeros(plan).share_memory_()  # type: ignore[no-untyped-call]
             for _ in range(size)
         ]
         for size in SIZES
@@ -149,13 +149,14 @@ def test_a_copy_of_the_shared_sum_and_other_shapes_are_refused() -> None:
     region = zeros(PLANS[0])
     end = exchange([region], 0, PLANS[0])
     addresses, plan = list(end.addresses), list(end.plan)
-    x, weight, *scales = inputs(0, 0)
+    x, weight, x_scale, weight_scale = inputs(0, 0)
+    copied = end.out.clone()
     with pytest.raises(ValueError, match="not a copy of it"):
         gemm_all_reduce_triton(
-            x, weight, *scales, end.out.clone(), end.counts, addresses, 0, 0, plan
+            x, weight, x_scale, weight_scale, copied, end.counts, addresses, 0, 0, plan
         )
     with pytest.raises(ValueError, match="the exchange is for"):
-        launch(end, x[:16], weight, *scales)
+        launch(end, (x[:16], weight, x_scale, weight_scale))
 
 
 def test_the_steady_plan_leaves_programs_that_only_add_and_takes_two_rounds() -> None:
