@@ -85,7 +85,8 @@ def test_two_and_three_ranks_sum_what_each_multiplies(tmp_path: Path) -> None:
         for size in SIZES
         for plan in PLANS
     }
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton"])
     processes = [
         context.Process(target=run_rank, args=(rank, memory, tmp_path)) for rank in range(SIZES[-1])
     ]
