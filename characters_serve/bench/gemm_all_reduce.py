@@ -150,7 +150,7 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
     """An odd number of calls in a graph, replayed with new inputs, another rank late each time."""
     size, rank, calls, replays = member.ranks.size, member.ranks.rank, 3, 5
     rows, columns = exchange.rows, exchange.columns
-    made = [_integers(member.device, rows, columns, depth, 0) for _ in range(calls)]
+    made = [integers(member.device, rows, columns, depth, 0) for _ in range(calls)]
     found = [torch.empty_like(exchange.out) for _ in range(calls)]
 
     def chain() -> None:
@@ -163,7 +163,7 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
             [100 * replay + 10 * call + other for other in range(size)] for call in range(calls)
         ]
         for call, inputs in enumerate(made):
-            fresh = _integers(member.device, rows, columns, depth, seeds[call][rank])
+            fresh = integers(member.device, rows, columns, depth, seeds[call][rank])
             for old, new in zip(inputs, fresh, strict=True):
                 old.copy_(new)
         for kept in found:
@@ -173,14 +173,14 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
         graph.replay()
         for call, kept in enumerate(found):
             expected = gemm_all_reduce_reference(
-                [_integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
+                [integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
             )
             if not torch.equal(kept, expected):
                 wrong = int((kept != expected).sum())
                 raise WrongSum(f"replay {replay}, call {call}: {wrong} of {kept.numel()} differ")
 
 
-def _integers(device: torch.device, rows: int, columns: int, depth: int, seed: int) -> Inputs:
+def integers(device: torch.device, rows: int, columns: int, depth: int, seed: int) -> Inputs:
     """-1, 0 and 1: sums of a few thousand products stay where float32 is exact."""
     random = torch.Generator(device).manual_seed(seed)
 

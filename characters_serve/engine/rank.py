@@ -29,7 +29,7 @@ from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
 from characters_serve.engine.reference_image import image_tensor
-from characters_serve.engine.steady_sum import share_sums
+from characters_serve.engine.steady_sum import SteadySum, share_sums
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import (
     CharacterEnded,
@@ -100,12 +100,14 @@ class Rank:
         ranks: Ranks,
         denoiser: Denoiser,
         packed: PackedStep,
+        sums: SteadySum | None = None,
     ) -> None:
         self._model = model
         self._link = link
         self._ranks = ranks
         self._denoiser = denoiser
         self._packed = packed
+        self._sums = sums
         self._dropped = 0
         self._steps = 0
         self._told = (0, 0, 0)
@@ -199,6 +201,8 @@ class Rank:
         tell_gpu_memory(self._link, self._packed.packed.device)
         self._link.channel.send(CharacterEnded(message.session_id, self._link.name))
         log.info("character ended; %d steps of other sessions dropped", self._dropped)
+        if self._sums is not None:
+            log.info("%d sums by the plain collective so far", self._sums.plain_calls)
         logs.about_session(None)
 
 
@@ -218,10 +222,10 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     packed = PackedStep(model, device)
     sink = _sink(config, group_dir, device, dtype) if rank == 0 else None
     ranks.join()
-    share_sums(generator, config.optimizations, ranks)
+    sums = share_sums(generator, config.optimizations, ranks)
     all_passes = len(model.noise_levels)
     warm_ms = warm_up(denoiser, packed, model, [engine.degraded_passes, all_passes])
-    computing = Rank(model, link, ranks, denoiser, packed)
+    computing = Rank(model, link, ranks, denoiser, packed, sums)
     link.ready(
         {
             "device": str(device),

@@ -33,7 +33,7 @@ step() { # NAME LIMIT_S FLAG=VALUE ...: the 57B step of two ranks
   shift 2
   for flag in "$@"; do overrides+=(--set "optimizations.$flag"); done
   part "$name" "$limit" "$python" -m characters_serve.bench.tensor_parallel \
-    --config configs/characters-57b.yaml --ranks 2 --seconds 8 --out "$out/$name.json" \
+    --config configs/characters-57b.yaml --ranks 2 --seconds 8 --set engine.rank_timeout_s=120 --out "$out/$name.json" \
     "${overrides[@]}"
 }
 

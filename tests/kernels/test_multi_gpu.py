@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from characters_kernels.gemm_all_reduce import steady_plan
+from characters_kernels.gemm_all_reduce import gemm_all_reduce as fused
+from characters_kernels.gemm_all_reduce import gemm_all_reduce_reference, steady_plan
 from characters_serve.bench import gemm_all_reduce, tensor_parallel
 from characters_serve.config import Config, EngineConfig, Optimizations, load_config
 
@@ -68,6 +69,35 @@ def check_kernel(rank: int, size: int, folder: Path) -> None:
 
 def test_fused_sums_are_right_in_replayed_chains_with_a_rank_late(tmp_path: Path) -> None:
     spawn(check_kernel, 2, tmp_path)
+
+
+def check_compiled(rank: int, size: int, folder: Path) -> None:
+    """An odd number of calls, each read before the next: no compiler may move or copy them."""
+    member = gemm_all_reduce.Member(EngineConfig(device="cuda", tensor_parallel=size), folder, rank)
+    exchange = member.exchange(768, 9216, steady_plan(132))
+    addresses, plan = list(exchange.addresses), list(exchange.plan)
+    of_all = [
+        [gemm_all_reduce.integers(member.device, 768, 9216, 1024, 10 * call + other)
+         for other in range(size)]
+        for call in range(3)
+    ]  # fmt: skip
+
+    def chain(out: Tensor, counts: Tensor) -> list[Tensor]:
+        doubled = []
+        for inputs in of_all:
+            fused(*inputs[rank], out, counts, addresses, 0, rank, plan)
+            doubled.append(2 * out)
+        return doubled
+
+    compiled = torch.compile(chain, fullgraph=True, dynamic=False)
+    for _ in range(3):
+        for found, inputs in zip(compiled(exchange.out, exchange.counts), of_all, strict=True):
+            assert torch.equal(found, 2 * gemm_all_reduce_reference(inputs))
+    member.ranks.leave()
+
+
+def test_fused_sums_are_right_under_the_compiler(tmp_path: Path) -> None:
+    spawn(check_compiled, 2, tmp_path)
 
 
 def run_session(rank: int, size: int, folder: Path, config_json: str, lengths: int) -> None:
