@@ -125,7 +125,8 @@ def _follow(config_json: str, folder: Path, rank: int) -> None:
 
 
 def measure(config: Config, seconds: float) -> dict[str, Any]:
-    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies."""
+    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies. The fused sum
+    waits for it, so give a run of that a time limit."""
     model, size = config.model, config.engine.tensor_parallel
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:

@@ -19,7 +19,8 @@ programs must run at once, so there are at most as many as multiprocessors.
 
 Nothing is ever set back: flags are int64 counters that only grow, each program counts its calls in
 device memory, and so the launch can be replayed from a CUDA graph. No call can run ahead of its
-peers by more than itself, since it ends only when every rank has added all that it owns.
+peers by more than itself, since it ends only when every rank has added all that it owns. A rank
+that is gone is waited for until somebody ends the process.
 """
 
 from __future__ import annotations
@@ -65,10 +66,8 @@ class Plan(NamedTuple):
 
 
 def steady_plan(multiprocessors: int) -> Plan:
-    """Of 757 or 768 rows and 9,216 columns: 216 tiles, two each for all but the programs that add.
-
-    With 132 multiprocessors 24 have no tile; any number from 108 multiplying takes two rounds.
-    """
+    """For 757 or 768 rows and 9,216 columns: 216 tiles, which any number of programs from 108 to
+    215 multiplies in two rounds. So on 132 multiprocessors up to 24 can add and cost no time."""
     return Plan(128, 256, 128, 64, multiprocessors - 16, multiprocessors, 0, 8, 4)
 
 
