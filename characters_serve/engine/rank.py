@@ -110,7 +110,7 @@ class Rank:
         self._sums = sums
         self._dropped = 0
         self._steps = 0
-        self._told = (0, 0, 0)
+        self._told = (0, 0, 0, 0)
         self._told_s = 0.0
 
     def lead(self, inbox: Inbox, sink: LatentSink) -> None:
@@ -179,15 +179,20 @@ class Rank:
         now_s = time.monotonic()
         if self._steps == self._told[0] or now_s - self._told_s < after_s:
             return
-        counted = (self._steps, self._denoiser.eager_steps, self._denoiser.saturated)
+        denoiser = self._denoiser
+        counted = (self._steps, denoiser.eager_steps, denoiser.saturated, self._plain_sums())
         grown = [now - told for now, told in zip(counted, self._told, strict=True)]
         self._link.channel.send(StepCounts(self._link.name, *grown))
         self._told, self._told_s = counted, now_s
 
+    def _plain_sums(self) -> int:
+        """Since the process began; a session's first forward pass is in them."""
+        return 0 if self._sums is None else self._sums.plain_calls
+
     def _start(self, message: StartCharacter) -> None:
         device = self._packed.packed.device
         logs.about_session(message.session_id)
-        self._steps, self._told = 0, (0, 0, 0)
+        self._steps, self._told = 0, (0, 0, 0, self._plain_sums())
         self._denoiser.start(image_tensor(message.image_rgb, self._model, device), message.seed)
 
     def _say_ready(self, session_id: str, started_s: float) -> None:
@@ -201,8 +206,6 @@ class Rank:
         tell_gpu_memory(self._link, self._packed.packed.device)
         self._link.channel.send(CharacterEnded(message.session_id, self._link.name))
         log.info("character ended; %d steps of other sessions dropped", self._dropped)
-        if self._sums is not None:
-            log.info("%d sums by the plain collective so far", self._sums.plain_calls)
         logs.about_session(None)
 
 
