@@ -309,6 +309,9 @@ class Optimizations(Frozen):
     fused_pre_attention: bool = False
     fused_norm_quant: bool = False
     precomputed_modulation: bool = True
+    two_shot_all_reduce: bool = False
+    fused_gemm_all_reduce: bool = False
+    in_switch_reduction: bool = False
     compile: bool = False
     cuda_graphs: bool = False
     dedicated_decoder: bool = True
@@ -330,6 +333,16 @@ class Optimizations(Frozen):
                 "cuda_graphs needs fused_pre_attention: only there the ring slot and the positions "
                 "live on the device, so that one captured step serves every step"
             )
+        if self.fused_gemm_all_reduce and self.two_shot_all_reduce:
+            raise ValueError(
+                "fused_gemm_all_reduce and two_shot_all_reduce are two ways to sum the steady "
+                "shape: choose one"
+            )
+        for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
+            if getattr(self, flag) and not self.fp8_gemm:
+                raise ValueError(f"{flag} needs fp8_gemm: what it sums is an FP8 matmul")
+        if self.in_switch_reduction and not self.fused_gemm_all_reduce:
+            raise ValueError("in_switch_reduction needs fused_gemm_all_reduce: it is a part of it")
         return self
 
 
@@ -567,8 +580,12 @@ class Config(Frozen):
             deal(self.model, self.engine.tensor_parallel)
         except ValueError as error:
             raise ValueError(f"engine.tensor_parallel: {error}") from error
-        if self.optimizations.cuda_graphs and self.engine.device != "cuda":
-            raise ValueError("optimizations.cuda_graphs needs engine.device cuda")
+        for flag in _CUDA_ONLY:
+            if getattr(self.optimizations, flag) and self.engine.device != "cuda":
+                raise ValueError(f"optimizations.{flag} needs engine.device cuda")
+        for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
+            if getattr(self.optimizations, flag) and self.engine.dtype == "float32":
+                raise ValueError(f"optimizations.{flag} sums in bf16: engine.dtype is float32")
         return self
 
     def _check_open_family(self) -> None:
@@ -580,6 +597,8 @@ class Config(Frozen):
             if getattr(self.optimizations, flag):
                 raise ValueError(f"optimizations.{flag}: family {family} has only the plain path")
 
+
+_CUDA_ONLY = ("cuda_graphs", "fused_gemm_all_reduce", "two_shot_all_reduce")
 
 _CHARACTERS_ONLY = (
     "fp8_gemm",

@@ -307,13 +307,15 @@ class StepCounts:
     """Rank to host, unsolicited, about once a second: what it has counted since the last.
 
     eager_steps: steps that the captured graph declined. fp8_saturated: values that were clamped,
-    because they did not fit their FP8 scale.
+    because they did not fit their FP8 scale. plain_sums: sums over the ranks that the memory for
+    the steady shape declined.
     """
 
     process: str
     steps: int
     eager_steps: int
     fp8_saturated: int
+    plain_sums: int = 0
 
 
 @dataclass(frozen=True, slots=True)

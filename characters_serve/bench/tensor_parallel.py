@@ -4,7 +4,9 @@
 
 In: a configuration and a number of ranks. Out: what a step takes, sustained, from its packed input
 on rank 0 to its latent in host memory. The ranks are processes, and take rank 0's orders as a
-serving group's do. The last line of the output, and the file, are one JSON object.
+serving group's do. Where the flags sum the steady steps in shared memory, the same group is timed
+with the plain collective too: `unfused_step_ms_median`. The last line of the output, and the file,
+are one JSON object.
 
 Imports no sockets and no media, so that it runs on a bare GPU machine.
 """
@@ -31,6 +33,7 @@ from characters_serve.config import Config, load_config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.ranks import Order, Ranks
+from characters_serve.engine.steady_sum import SteadySum, share_sums, use
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.model.shard import deal
 from characters_serve.model.weights import load_generator
@@ -60,8 +63,13 @@ class Member:
         )
         self._denoiser = Denoiser(self.network, model, config.optimizations)
         self.packed = PackedStep(model, self.device)
-        self._passes = len(model.noise_levels)
+        self._model, self._passes = model, len(model.noise_levels)
         self.ranks.join()
+        self.steady_sum = share_sums(self.network, config.optimizations, self.ranks)
+        self._start()
+
+    def _start(self) -> None:
+        model = self._model
         random = torch.Generator(self.device).manual_seed(0)
         size = (1, 3, model.height, model.width)
         image = torch.rand(size, device=self.device, generator=random)
@@ -70,6 +78,16 @@ class Member:
         self._denoiser.start(image, 0, prompt if model.prompt_slots else None)
         for _ in range(model.window_chunks + 1):
             self.step()
+
+    def sum_plainly(self, steady_sum: SteadySum) -> None:
+        """A new session, summed by the plain collective."""
+        self._denoiser.release()
+        use(self.network, steady_sum.plain)
+        self._start()
+
+    def leave(self) -> None:
+        self._denoiser.release()
+        self.ranks.leave()
 
     def step(self) -> torch.Tensor:
         packed = self.packed
@@ -100,11 +118,15 @@ class Member:
 def _follow(config_json: str, folder: Path, rank: int) -> None:
     member = Member(Config.model_validate_json(config_json), folder, rank)
     member.follow()
-    member.ranks.leave()
+    if member.steady_sum is not None:
+        member.sum_plainly(member.steady_sum)
+        member.follow()
+    member.leave()
 
 
 def measure(config: Config, seconds: float) -> dict[str, Any]:
-    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies."""
+    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies. The fused sum
+    waits for it, so give a run of that a time limit."""
     model, size = config.model, config.engine.tensor_parallel
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:
@@ -116,7 +138,13 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
             followers.append(process)
         leader = Member(config, Path(name), 0)
         times_ms = leader.lead(seconds)
-        leader.ranks.leave()
+        unfused_ms: list[float] = []
+        plain_sums = 0
+        if leader.steady_sum is not None:
+            plain_sums = leader.steady_sum.plain_calls
+            leader.sum_plainly(leader.steady_sum)
+            unfused_ms = leader.lead(seconds)
+        leader.leave()
         for follower in followers:
             follower.join(_ENDS_S)
     step_ms = float(np.median(times_ms))
@@ -129,8 +157,11 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         "mlp_columns": [len(shard.mlp_columns) for shard in deal(model, size)],
         "blocks": model.num_blocks,
         "rank0_params": sum(parameter.numel() for parameter in leader.network.parameters()),
-        "all_reduce": "nccl" if on_gpu else "gloo",
-        # 0: peer to peer, and nothing is reduced in the switch.
+        "all_reduce": _collective(config, on_gpu),
+        "switch_reduction": config.optimizations.in_switch_reduction,
+        # Calls that the flags would have summed in shared memory, had they had the steady shape.
+        "plain_sums": plain_sums,
+        # 0: peer to peer, and NCCL reduces nothing in the switch either.
         "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "not set"),
         "optimizations": config.optimizations.model_dump(),
         "steps": len(times_ms),
@@ -145,10 +176,20 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    if unfused_ms:
+        result["unfused_step_ms_median"] = round(float(np.median(unfused_ms)), 2)
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(leader.device)
         result["rank0_memory_gb"] = round(peak / 1e9, 1)
     return result
+
+
+def _collective(config: Config, on_gpu: bool) -> str:
+    if config.optimizations.fused_gemm_all_reduce:
+        return "fused"
+    if config.optimizations.two_shot_all_reduce:
+        return "two_shot"
+    return "nccl" if on_gpu else "gloo"
 
 
 _MODULE = "characters_serve.bench.tensor_parallel"

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from characters_serve.bench import kernels
+from characters_serve.bench import gemm_all_reduce, kernels
 from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.picture import draw_waterfall
 from characters_serve.bench.rank_step import (
@@ -139,9 +139,15 @@ def main(what: str, arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="the JSON to write")
     parser.add_argument("--picture", type=Path, help="the PNG to draw")
     parser.add_argument("--profile", type=Path, help="one step's trace, for Perfetto")
+    if what == "kernels":
+        parser.add_argument("--op", choices=["gemm_all_reduce"], help="of several GPUs; its own")
+        parser.add_argument("--ranks", type=int, default=2, help="of --op, each with its GPU")
+        parser.add_argument("--sweep-seconds", type=float, default=0.0, help="of --op's plans")
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.set)
     if what == "kernels":
+        if options.op == "gemm_all_reduce":
+            return gemm_all_reduce.run(config, options)
         return kernels.run(config, options)
     rungs = ladder(config.optimizations)
     if what == "step":

@@ -155,6 +155,11 @@ class Denoiser:
         self._monitor.reset()
         self.eager_steps = 0
 
+    def release(self) -> None:
+        """Ends its use. Before the ranks of a group part: the captured step holds their sums."""
+        if self._graph is not None:
+            self._graph.release()
+
     def _run_passes(self, noise: Tensor, condition: Any, levels: list[tuple[int, float]]) -> Tensor:
         noisy = noise * levels[0][1]
         following = [level for _, level in levels[1:]]

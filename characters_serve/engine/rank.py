@@ -29,6 +29,7 @@ from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
 from characters_serve.engine.reference_image import image_tensor
+from characters_serve.engine.steady_sum import SteadySum, share_sums
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import (
     CharacterEnded,
@@ -99,15 +100,17 @@ class Rank:
         ranks: Ranks,
         denoiser: Denoiser,
         packed: PackedStep,
+        sums: SteadySum | None = None,
     ) -> None:
         self._model = model
         self._link = link
         self._ranks = ranks
         self._denoiser = denoiser
         self._packed = packed
+        self._sums = sums
         self._dropped = 0
         self._steps = 0
-        self._told = (0, 0, 0)
+        self._told = (0, 0, 0, 0)
         self._told_s = 0.0
 
     def lead(self, inbox: Inbox, sink: LatentSink) -> None:
@@ -176,15 +179,20 @@ class Rank:
         now_s = time.monotonic()
         if self._steps == self._told[0] or now_s - self._told_s < after_s:
             return
-        counted = (self._steps, self._denoiser.eager_steps, self._denoiser.saturated)
+        denoiser = self._denoiser
+        counted = (self._steps, denoiser.eager_steps, denoiser.saturated, self._plain_sums())
         grown = [now - told for now, told in zip(counted, self._told, strict=True)]
         self._link.channel.send(StepCounts(self._link.name, *grown))
         self._told, self._told_s = counted, now_s
 
+    def _plain_sums(self) -> int:
+        """Since the process began; a session's first forward pass is in them."""
+        return 0 if self._sums is None else self._sums.plain_calls
+
     def _start(self, message: StartCharacter) -> None:
         device = self._packed.packed.device
         logs.about_session(message.session_id)
-        self._steps, self._told = 0, (0, 0, 0)
+        self._steps, self._told = 0, (0, 0, 0, self._plain_sums())
         self._denoiser.start(image_tensor(message.image_rgb, self._model, device), message.seed)
 
     def _say_ready(self, session_id: str, started_s: float) -> None:
@@ -217,9 +225,10 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     packed = PackedStep(model, device)
     sink = _sink(config, group_dir, device, dtype) if rank == 0 else None
     ranks.join()
+    sums = share_sums(generator, config.optimizations, ranks)
     all_passes = len(model.noise_levels)
     warm_ms = warm_up(denoiser, packed, model, [engine.degraded_passes, all_passes])
-    computing = Rank(model, link, ranks, denoiser, packed)
+    computing = Rank(model, link, ranks, denoiser, packed, sums)
     link.ready(
         {
             "device": str(device),
@@ -234,6 +243,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
         computing.lead(Inbox(link.channel, steps), sink)
     else:
         computing.follow()
+    denoiser.release()
     ranks.leave()
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -28,9 +29,26 @@ from characters_serve.config import EngineConfig
 # the ranks that only miss it keep theirs back for that long.
 PEER_LOST_S: Final = 2.0
 
+_NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
 
 class PeerLost(RuntimeError):
     """A rank of the group is gone, or did not come in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """A piece of this rank's GPU that the others read and write, and theirs, mapped here.
+
+    region: (bytes,) uint8, zeros at first. addresses: of all ranks' regions, in their order, as
+    this process sees them. multicast: the address of all of them at once, or 0. handle: keeps the
+    others' mapped.
+    """
+
+    region: Tensor
+    addresses: list[int]
+    multicast: int
+    handle: object
 
 
 class Order(IntEnum):
@@ -60,6 +78,11 @@ class Ranks:
         self._ready_timeout = timedelta(seconds=engine.ready_timeout_s)
         self._timeout = timedelta(seconds=engine.rank_timeout_s)
 
+    @property
+    def group_name(self) -> str:
+        """What torch's own collectives on shared memory know the joined group by."""
+        return _all_ranks().group_name
+
     def join(self) -> None:
         """Waits until every rank has come here. Loading takes minutes, and not the same on each;
         only after it does the short timeout hold."""
@@ -88,6 +111,26 @@ class Ranks:
                 dist.all_reduce(x)
         return x
 
+    def share(self, size: int, *, multicast: bool = False) -> SharedMemory:
+        """Memory of `size` bytes on each rank's GPU, for all of them; every rank calls this, after
+        `join`. RuntimeError where multicast is wanted and cannot be had; else none is set up."""
+        # torch's symmetric memory is for GPUs; ranks on CPUs do not load it.
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        if multicast:
+            _refuse_forbidden_multicast()
+        else:
+            os.environ[_NO_MULTICAST] = "1"
+        with _peers():
+            region = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
+            handle = symmetric_memory.rendezvous(region, _all_ranks())
+            region.zero_()
+            torch.cuda.synchronize(self._device)
+            dist.all_reduce(torch.zeros(1))  # over gloo: every region is zeros now
+        if multicast and not handle.multicast_ptr:
+            raise RuntimeError("in_switch_reduction needs multicast, which these GPUs do not have")
+        return SharedMemory(region, list(handle.buffer_ptrs), handle.multicast_ptr, handle)
+
     def give(self, order: Order, packed: Tensor) -> None:
         """Rank 0: the order, with all of `packed` (on the host), to every other rank."""
         if self.size > 1:
@@ -104,6 +147,20 @@ class Ranks:
     def leave(self) -> None:
         if self.size > 1:
             dist.destroy_process_group()
+
+
+def _all_ranks() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("the ranks have not joined")
+    return group
+
+
+def _refuse_forbidden_multicast() -> None:
+    switches = {_NO_MULTICAST: "1", "NCCL_NVLS_ENABLE": "0"}
+    off = [f"{name}={value}" for name, value in switches.items() if os.environ.get(name) == value]
+    if off:
+        raise RuntimeError(f"in_switch_reduction needs multicast, and it is forbidden: {off[0]}")
 
 
 @contextmanager

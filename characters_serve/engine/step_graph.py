@@ -52,9 +52,15 @@ class StepGraph:
             torch.cuda.current_stream().wait_stream(self._side)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # NCCL's watchdog, a thread of its own, may ask for the state of older work meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 clean = self._run(self._noise, self._condition)
         self._captured, self._shape = (graph, clean), shape
+
+    def release(self) -> None:
+        """Forgets the capture. To be called before the ranks part: NCCL waits for every graph that
+        holds a collective of its own before it lets go of its communicator."""
+        self._captured, self._shape = None, None
 
     def __call__(self, noise: Tensor, condition: StepCondition) -> Tensor:
         """The clean chunk, valid until the next call."""

@@ -8,8 +8,9 @@ later is clamped and counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,22 @@ from torch import Tensor, nn
 from characters_kernels.fp8 import E4M3, E4M3_MAX, quantise, scale_for
 from characters_kernels.linear_fp8 import linear_fp8
 from characters_serve.model.dit import CharacterDiT
-from characters_serve.model.linear import RowParallelLinear, alone
+from characters_serve.model.linear import AllReduce, RowParallelLinear, alone
+
+Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""x (M, K) and weight (N, K), e4m3, and the scale of each -> (M, N), summed over the ranks. May be
+memory that the next call writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulThenSum:
+    """The plain product: a library's matmul, and then the collective."""
+
+    all_reduce: AllReduce
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+        return self.all_reduce(linear_fp8(x, weight, x_scale, weight_scale, self.dtype))
 
 
 class Fp8Linear(nn.Module):
@@ -39,8 +55,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", quantise(weight, scale, saturated))
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.ones(1, device=weight.device))
-        self.all_reduce = linear.all_reduce if isinstance(linear, RowParallelLinear) else alone
-        self.dtype = weight.dtype
+        all_reduce = linear.all_reduce if isinstance(linear, RowParallelLinear) else alone
+        self.product: Product = MatmulThenSum(all_reduce, weight.dtype)
         self.calibrating = False
         self.saturated = saturated
 
@@ -50,8 +66,8 @@ class Fp8Linear(nn.Module):
         if x.dtype != E4M3:
             x = quantise(x, self.input_scale, self.saturated)
         rows = x.reshape(-1, x.shape[-1])
-        out = linear_fp8(rows, self.weight, self.input_scale, self.weight_scale, self.dtype)
-        return self.all_reduce(out.unflatten(0, x.shape[:-1]))
+        out = self.product(rows, self.weight, self.input_scale, self.weight_scale)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def convert_projections(model: CharacterDiT, saturated: Tensor) -> None:

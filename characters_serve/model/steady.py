@@ -20,7 +20,7 @@ from torch import Tensor
 from characters_kernels.fp8 import E4M3
 from characters_kernels.gelu_quant import gelu_quant
 from characters_kernels.residual_norm import residual_norm
-from characters_serve.config import Optimizations
+from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.model.dit import (
     NORM_EPS,
     Block,
@@ -193,7 +193,15 @@ def _piece(call: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]
 
 def _buffer(model: CharacterDiT, columns: int, reader: torch.nn.Module) -> Tensor:
     """(R, columns) zeros in the format that `reader` multiplies in; padding rows stay zero."""
-    rows = -(-model.config.tokens_per_chunk // _ROW_MULTIPLE) * _ROW_MULTIPLE
     like = model.prefix_embedding
     dtype = E4M3 if isinstance(reader, Fp8Linear) else like.dtype
-    return torch.zeros((rows, columns), device=like.device, dtype=dtype)
+    return torch.zeros((_padded(model.config), columns), device=like.device, dtype=dtype)
+
+
+def _padded(model: ModelConfig) -> int:
+    return -(-model.tokens_per_chunk // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def out_projection_rows(model: ModelConfig, optimizations: Optimizations) -> int:
+    """Rows that an out-projection is given in a steady pass: R from a fused mixer, or S."""
+    return _padded(model) if optimizations.fused_pre_attention else model.tokens_per_chunk

@@ -27,6 +27,7 @@ COUNTERS: Final = (
     "rank_steps_total",
     "eager_steps_total",
     "fp8_saturated_total",
+    "plain_sums_total",
     "interrupts_total",
     "agent_errors_total",
     "offers_refused_total",
@@ -72,6 +73,7 @@ class Counters:
                 self.count("rank_steps_total", said.steps)
                 self.count("eager_steps_total", said.eager_steps)
                 self.count("fp8_saturated_total", said.fp8_saturated)
+                self.count("plain_sums_total", said.plain_sums)
             case GpuMemory():
                 self.gauge(GPU_MEMORY + said.process, said.used_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from characters_serve.config import (
 )
 from characters_serve.engine.rank import Rank
 from characters_serve.engine.ranks import Order
+from characters_serve.engine.steady_sum import SteadySum
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import (
     CharacterEnded,
@@ -94,16 +96,23 @@ class Ordered:
         return next(self._orders)
 
 
+def no_product(*_inputs: torch.Tensor) -> torch.Tensor:
+    raise AssertionError
+
+
 class Recorder:
-    """Stands where a denoiser does and keeps what was asked of it. Each step clamps a value."""
+    """Stands where a denoiser does and keeps what was asked of it. Each step clamps a value; the
+    first forward pass of a session has two sums outside the steady shape."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.sums = SteadySum(rows=16, steady=no_product, plain=no_product)
         self.eager_steps = 0
         self.saturated = 0
 
     def start(self, _image: object, seed: int) -> None:
         self.asked.append(f"start {seed}")
+        self.sums.plain_calls += 2
         self.saturated = 0
 
     def step(self, _window: object, _controls: object, passes: int) -> None:
@@ -135,15 +144,17 @@ def test_a_rank_keeps_messages_until_their_order_and_answers_pings_before(tmp_pa
             yield Order.IDLE  # until the ping is answered
         yield from (Order.MESSAGE, Order.STEP, Order.MESSAGE, Order.MESSAGE)
 
-    Rank(SMALL, link, cast(Any, Ordered(orders())), cast(Any, asked), packed).follow()
+    ordered = cast(Any, Ordered(orders()))
+    Rank(SMALL, link, ordered, cast(Any, asked), packed, asked.sums).follow()
     assert asked.asked == ["step 3", "start 5", "step 3", "reset"]
     said = [parent.recv() for _ in range(6)]
     answers = [message for message in said if not isinstance(message, StepCounts)]
     assert answers[0] == Pong(7)
     assert isinstance(answers[1], CharacterReady)
     assert answers[2:] == [CharacterEnded("one", "rank1"), ShutdownAck("rank1")]
-    counted = StepCounts("rank1", steps=1, eager_steps=0, fp8_saturated=1)
-    assert [message for message in said if isinstance(message, StepCounts)] == [counted] * 2
-    assert said.index(counted) < 2 and said[-3] == counted, "a session's last word before its end"
+    first = StepCounts("rank1", steps=1, eager_steps=0, fp8_saturated=1)
+    counted = replace(first, plain_sums=2)
+    assert [message for message in said if isinstance(message, StepCounts)] == [first, counted]
+    assert said.index(first) < 2 and said[-3] == counted, "a session's last word before its end"
     parent.close()
     link.channel.close()

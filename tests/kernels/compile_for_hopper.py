@@ -1,7 +1,8 @@
 """Compiles every kernel for sm_90 at the shapes of a quarter of the 57B model. Needs no GPU.
 
 Run as a script by its test, since Triton's interpreter and its compiler do not share a process.
-Prints a line for each kernel: its name and shared memory in bytes.
+Prints a line for each kernel: its name, shared memory in bytes, and how many of its instructions
+go through NVLink's multicast.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from characters_kernels import (
     attention,
     delta_rotate,
     gelu_quant,
+    gemm_all_reduce,
     linear_fp8,
     residual_norm,
     ring_store,
@@ -23,7 +25,13 @@ from characters_kernels import (
 BF16, F32, FP8, I32 = "*bf16", "*fp32", "*fp8e4nv", "i32"
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+def compiled(
+    kernel: Any,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    label: str = "",
+    **options: int,
+) -> None:
     """types: of the arguments; integers are taken as multiples of 16 where the launcher's are."""
     names = kernel.arg_names
     source = ASTSource(
@@ -33,11 +41,18 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
             for name, kind in types.items()
-            if kind.startswith("*") or name.endswith(("stride", "element", "columns", "depth"))
+            if kind[0] == "*" or name.endswith(("stride", "element", "columns", "depth"))
+        }
+        | {
+            (names.index(name), index): [["tt.divisibility", 16]]
+            for name, kind in types.items()
+            if isinstance(kind, tuple)
+            for index in range(len(kind))
         },
     )
     built = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    print(kernel.__name__, built.metadata.shared, flush=True)
+    multicast = built.asm["ptx"].count("multimem.")
+    print(kernel.__name__ + label, built.metadata.shared, multicast, flush=True)
 
 
 def main() -> None:
@@ -92,6 +107,34 @@ def main() -> None:
         num_warps=8,
         num_stages=3,
     )
+    plan = gemm_all_reduce.steady_plan(132)
+    for in_switch in (False, True):
+        compiled(
+            gemm_all_reduce._gemm_all_reduce_kernel,
+            {
+                "x": f"tensordesc<fp8e4nv[{plan.rows}, {plan.depth}]>",
+                "weight": f"tensordesc<fp8e4nv[{plan.columns}, {plan.depth}]>",
+                "counts": "*i64",
+                "regions": ("i64",) * 4,
+                "multicast": "i64",
+            }
+            | dict.fromkeys(("x_scale", "weight_scale"), F32)
+            | dict.fromkeys(("rows", "columns", "depth", "rank"), I32),
+            {
+                "WORLD": 4,
+                "ROWS": plan.rows,
+                "COLUMNS": plan.columns,
+                "DEPTH": plan.depth,
+                "SLICE": plan.slice_rows,
+                "COMPUTING": plan.computing,
+                "PROGRAMS": plan.programs,
+                "ADDING_FROM": plan.adding_from,
+                "IN_SWITCH": in_switch,
+            },
+            label=".in_switch" if in_switch else "",
+            num_warps=plan.warps,
+            num_stages=plan.stages,
+        )
 
 
 if __name__ == "__main__":

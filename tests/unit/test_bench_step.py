@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from characters_serve.bench import waterfall
 from characters_serve.bench.step import measure
 from characters_serve.config import Config, EngineConfig, ModelConfig
 
@@ -21,3 +23,9 @@ def test_result_names_its_numbers_and_their_origin() -> None:
     assert full["decode_ms_median"] > 0
     for origin in ("device", "torch", "command", "commit", "date", "rank_threads", "weights"):
         assert result[origin]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="has the GPUs")
+def test_the_fused_sum_is_not_measured_without_two_gpus() -> None:
+    with pytest.raises(SystemExit, match="2 GPUs are needed, torch sees"):
+        waterfall.main("kernels", ["--op", "gemm_all_reduce"])

@@ -182,6 +182,20 @@ def test_a_converted_out_projection_is_still_summed_over_the_ranks() -> None:
         ({"fused_pre_attention": True, "ring_cache": False}, {}, "needs ring_cache"),
         ({"cuda_graphs": True}, {"device": "cuda"}, "needs fused_pre_attention"),
         ({"cuda_graphs": True, "fused_pre_attention": True}, {}, "needs engine.device cuda"),
+        ({"fused_gemm_all_reduce": True}, {"device": "cuda"}, "needs fp8_gemm"),
+        ({"two_shot_all_reduce": True}, {"device": "cuda"}, "needs fp8_gemm"),
+        ({"fused_gemm_all_reduce": True, "fp8_gemm": True}, {}, "needs engine.device cuda"),
+        (
+            {"fused_gemm_all_reduce": True, "fp8_gemm": True},
+            {"device": "cuda", "dtype": "float32"},
+            "sums in bf16",
+        ),
+        (
+            {"fused_gemm_all_reduce": True, "two_shot_all_reduce": True, "fp8_gemm": True},
+            {"device": "cuda"},
+            "choose one",
+        ),
+        ({"in_switch_reduction": True}, {}, "needs fused_gemm_all_reduce"),
     ],
 )
 def test_impossible_combinations_say_why(

@@ -139,7 +139,7 @@ def test_what_ranks_count_is_summed_and_their_memory_stays_apart() -> None:
     counters, metrics = Counters(), registry()
     for process, saturated in (("rank0", 2), ("rank1", 3)):
         for _ in range(2):
-            counters.engine(StepCounts(process, 6, 1, saturated))
+            counters.engine(StepCounts(process, 6, 1, saturated, plain_sums=60))
     for process, used_bytes in (("rank0", 1), ("rank1", 7), ("decoder", 5), ("rank0", 8)):
         counters.engine(GpuMemory(process, used_bytes * 10**9))
     metrics.absorb("g0", counters.take())
@@ -147,6 +147,7 @@ def test_what_ranks_count_is_summed_and_their_memory_stays_apart() -> None:
     assert "\ncharacters_rank_steps_total 24.0" in text
     assert "\ncharacters_eager_steps_total 4.0" in text
     assert "\ncharacters_fp8_saturated_total 10.0" in text
+    assert "\ncharacters_plain_sums_total 240.0" in text
     for process, used in (("rank0", "8e+09"), ("rank1", "7e+09"), ("decoder", "5e+09")):
         assert f'characters_gpu_memory_bytes{{group="g0",process="{process}"}} {used}' in text
     metrics.forget("g0")

@@ -1,0 +1,166 @@
+"""The fused matmul and all-reduce on ranks that are processes and share memory, in Triton's
+interpreter: the flags, the waiting and the order of the sum are those of the GPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from characters_kernels.fp8 import to_e4m3
+from characters_kernels.gemm_all_reduce import (
+    Exchange,
+    Plan,
+    gemm_all_reduce_reference,
+    gemm_all_reduce_triton,
+    region_bytes,
+    steady_plan,
+)
+from characters_kernels.linear_fp8 import linear_fp8_reference
+from characters_kernels.triton_jit import INSTALLED, INTERPRETED
+
+ROWS, COLUMNS, DEPTH = 29, 80, 48
+# The interpreter runs a rank's programs one after another, so none may wait for one after it: a
+# single program multiplies where that also adds.
+PLANS = (Plan(16, 32, 32, 8, 1, 3, 0, 4, 2), Plan(16, 32, 32, 16, 3, 5, 3, 4, 2))
+SIZES = (2, 3)
+CALLS = 5
+ENDED_S = 120.0
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def inputs(rank: int, call: int) -> Inputs:
+    """Of every other call integers; ranks have different depths and scales."""
+    random = torch.Generator().manual_seed(100 * call + rank)
+    depth, clamped = DEPTH + 16 * rank, torch.zeros(1, dtype=torch.int32)
+    if call % 2 == 0:
+        x = torch.randint(-2, 3, (ROWS, depth), generator=random).float()
+        weight = torch.randint(-2, 3, (COLUMNS, depth), generator=random).float()
+        scales = torch.tensor([2.0]), torch.tensor([0.5])
+    else:
+        x = torch.randn(ROWS, depth, generator=random)
+        weight = torch.randn(COLUMNS, depth, generator=random)
+        scales = torch.tensor([0.5 + rank]), torch.tensor([0.25])
+    return to_e4m3(x, clamped), to_e4m3(weight, clamped), *scales
+
+
+def exchange(regions: list[Tensor], rank: int, plan: Plan) -> Exchange:
+    addresses = [region.data_ptr() for region in regions]
+    return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan)
+
+
+def launch(end: Exchange, given: Inputs) -> Tensor:
+    addresses, plan = list(end.addresses), list(end.plan)
+    gemm_all_reduce_triton(*given, end.out, end.counts, addresses, 0, end.rank, plan)
+    return end.out
+
+
+def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Path) -> None:
+    torch.set_num_threads(1)
+    made = {}
+    for (size, plan), regions in memory.items():
+        if rank >= size:
+            continue
+        end = exchange(regions, rank, plan)
+        for call in range(CALLS):
+            if call % size == rank:
+                time.sleep(0.05)  # late
+            made[size, plan, call] = launch(end, inputs(rank, call)).clone()
+    torch.save(made, folder / f"{rank}.pt")
+
+
+@pytest.mark.skipif(
+    not (INSTALLED and INTERPRETED), reason="needs Triton's interpreter (TRITON_INTERPRET=1)"
+)
+def test_two_and_three_ranks_sum_what_each_multiplies(tmp_path: Path) -> None:
+    memory = {
+        (size, plan): [
+            zeros(plan).share_memory_()  # type: ignore[no-untyped-call]
+            for _ in range(size)
+        ]
+        for size in SIZES
+        for plan in PLANS
+    }
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "triton"])
+    processes = [
+        context.Process(target=run_rank, args=(rank, memory, tmp_path)) for rank in range(SIZES[-1])
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(ENDED_S)
+    stuck = [process.is_alive() for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not any(stuck)
+    assert [process.exitcode for process in processes] == [0] * SIZES[-1]
+    made = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZES[-1])]
+    for (size, plan, call), found in made[0].items():
+        for other in made[1:size]:
+            assert torch.equal(found, other[size, plan, call]), "ranks differ"
+        of_all = [inputs(rank, call) for rank in range(size)]
+        if call % 2 == 0:
+            assert torch.equal(found, gemm_all_reduce_reference(of_all))
+        else:
+            assert error(found, of_all) <= 2 * error(cut_off(of_all), of_all)
+
+
+def cut_off(of_all: list[Inputs]) -> Tensor:
+    """Plain arithmetic with the interpreter's rounding: it cuts float32 off to bf16."""
+    partial = [linear_fp8_reference(*each, torch.float32) for each in of_all]
+    total = sum((_cut(each) for each in partial), torch.zeros(ROWS, COLUMNS))
+    return _cut(total)
+
+
+def _cut(x: Tensor) -> Tensor:
+    return (x.view(torch.int32) & -0x10000).view(torch.float32)
+
+
+def error(found: Tensor, of_all: list[Inputs]) -> float:
+    exact = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
+    for x, weight, x_scale, weight_scale in of_all:
+        exact += (x.double() @ weight.double().T) * (x_scale * weight_scale)
+    return float((found.double() - exact).norm())
+
+
+def zeros(plan: Plan) -> Tensor:
+    return torch.zeros(region_bytes(ROWS, COLUMNS, plan), dtype=torch.uint8)
+
+
+def test_impossible_exchanges_say_why() -> None:
+    plan = PLANS[0]
+    region = zeros(plan)
+    with pytest.raises(ValueError, match="not the memory at this rank's address"):
+        Exchange(region, [zeros(plan).data_ptr(), 0], 0, ROWS, COLUMNS, plan)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS - 8, plan)
+    for wrong in ({"computing": 0}, {"adding_from": 3, "computing": 3}, {"programs": 0}):
+        with pytest.raises(ValueError, match=r"impossible numbers|nobody"):
+            Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS, plan._replace(**wrong))
+
+
+@pytest.mark.skipif(not INSTALLED, reason="needs Triton")
+def test_a_copy_of_the_shared_sum_and_other_shapes_are_refused() -> None:
+    region = zeros(PLANS[0])
+    end = exchange([region], 0, PLANS[0])
+    addresses, plan = list(end.addresses), list(end.plan)
+    x, weight, x_scale, weight_scale = inputs(0, 0)
+    copied = end.out.clone()
+    with pytest.raises(ValueError, match="not a copy of it"):
+        gemm_all_reduce_triton(
+            x, weight, x_scale, weight_scale, copied, end.counts, addresses, 0, 0, plan
+        )
+    with pytest.raises(ValueError, match="the exchange is for"):
+        launch(end, (x[:16], weight, x_scale, weight_scale))
+
+
+def test_the_steady_plan_leaves_programs_that_only_add_and_takes_two_rounds() -> None:
+    plan = steady_plan(132)
+    assert plan.programs == 132 and plan.programs > plan.computing
+    assert plan.tiles(768, 9216) <= 2 * plan.computing
