@@ -32,6 +32,7 @@ NOISE_TAU_S: Final = 5.0
 BASE_DELAY_S: Final = 30.0  # a longer path is known as one after this, twice at most
 LOSS_TAU_S: Final = 3.0
 LOSS_HIGH: Final = 0.15
+LOSS_FULL: Final = 0.05  # where there is a queue, too
 LOWER_S: Final = 1.0
 
 KEPT_SHARE: Final = 0.87
@@ -121,6 +122,16 @@ class _Window:
         self.last_s = max(self.last_s, arrived_s)
         self.queue_s = min(self.queue_s, queue_s)
 
+    def joined(self, later: _Window) -> _Window:
+        return _Window(
+            self.since_s,
+            queue_s=later.queue_s,
+            first_s=self.first_s,
+            last_s=later.last_s,
+            size=self.size + later.size,
+            arrived=self.arrived + later.arrived,
+        )
+
     @property
     def loss(self) -> float:
         return max(0, self.lost) / max(1, self.lost + self.arrived)
@@ -152,7 +163,7 @@ class RateControl:
         self._paused_until_s = float("-inf")
         self._loss = 0.0
         self._noise_s = 0.0
-        self._queue_s = 0.0
+        self._before: _Window | None = None  # the last that was judged at this rate
         self._judged_s: float | None = None
         self._hold_s = FIRST_HOLD_S
         self._held_until_s = float("-inf")
@@ -210,8 +221,10 @@ class RateControl:
     def arrived(self, now_s: float, first: int, arrivals_s: Sequence[float | None]) -> None:
         """Packets from number `first` on: when each arrived, by the receiver's clock, or None."""
         self._per_packet = True
-        if self._heard_s is None or now_s - self._heard_s > SILENCE_S:
-            self._begin_window(now_s if self._heard_s is not None else float("-inf"))
+        if self._heard_s is None:
+            self._changed_s = now_s
+        elif now_s - self._heard_s > SILENCE_S:
+            self._begin_window(now_s)
             self._judged_s = now_s
         self._heard_s = now_s
         window = self._window
@@ -255,6 +268,8 @@ class RateControl:
             return
         if rtt_s is not None:
             self._window.queue_s = min(self._window.queue_s, self._queue(now_s - rtt_s, now_s))
+        if self._changed_s is None:
+            self._changed_s = now_s
         if self._reported is None or now_s - (self.rtt_s or 0.0) < self._window.since_s:
             self._restart_report(now_s, lost, highest)
             return
@@ -306,9 +321,14 @@ class RateControl:
         elapsed_s = WINDOW_S if self._judged_s is None else now_s - self._judged_s
         self._judged_s = now_s
         self._loss += (1 - exp(-elapsed_s / LOSS_TAU_S)) * (window.loss - self._loss)
-        before_s, self._queue_s = self._queue_s, window.queue_s
-        if window.queue_s > self._queue_limit_s and window.queue_s >= FALLING * before_s:
-            self._full(now_s, window)
+        before, self._before = self._before, window
+        stands = window.queue_s > self._queue_limit_s
+        stood = before is not None and before.queue_s > self._queue_limit_s
+        falls = before is not None and window.queue_s < FALLING * before.queue_s
+        if stands and not falls and (stood or self._loses_more(window, LOSS_FULL)):
+            # A window is short: of it and the one before, one may be what a stall left of it.
+            carried_kbps = max(window.kbps, before.joined(window).kbps if before else 0.0)
+            self._full(now_s, window.queue_s, carried_kbps)
             return
         waited_s = float("inf") if self._changed_s is None else now_s - self._changed_s
         if waited_s > LOWER_S:  # until then the queue is that of the keyframe
@@ -317,13 +337,13 @@ class RateControl:
         if self._loss > LOSS_HIGH and waited_s > LOWER_S:
             self._change(now_s, self.kbps * (1 - 0.5 * self._loss))
 
-    def _full(self, now_s: float, window: _Window) -> None:
-        self.link_kbps = window.kbps
+    def _full(self, now_s: float, queue_s: float, kbps: float) -> None:
+        self.link_kbps = kbps
         self._hold(now_s, failed=now_s - self._raised_s < RELAPSE_S)
-        wanted_kbps = min(KEPT_SHARE * window.kbps, STEP_DOWN * self.kbps)
+        wanted_kbps = min(KEPT_SHARE * kbps, STEP_DOWN * self.kbps)
         if self._remb_kbps is not None:
             wanted_kbps = min(wanted_kbps, self._remb_kbps)
-        self._change(now_s, wanted_kbps, pause_s=min(window.queue_s, LONGEST_PAUSE_S))
+        self._change(now_s, wanted_kbps, pause_s=min(queue_s, LONGEST_PAUSE_S))
 
     def _hold(self, now_s: float, *, failed: bool) -> None:
         self._held_until_s = now_s + self._hold_s
@@ -340,12 +360,12 @@ class RateControl:
         aim_kbps = min(PROBE_MARGIN * RAISE * self.kbps, PROBE_MARGIN * self._bounds.max_kbps)
         if self.link_kbps is not None:
             aim_kbps = min(aim_kbps, max(PROBE_MARGIN * self.link_kbps, PROBE_MARGIN * self.kbps))
-        waited_s = RAISE_S if self._changed_s is None else now_s - self._changed_s
+        waited_s = 0.0 if self._changed_s is None else now_s - self._changed_s
         if (
             aim_kbps >= PROBE_MARGIN * WORTH_A_KEYFRAME * self.kbps
             and now_s >= self._held_until_s
             and waited_s >= RAISE_S
-            and self._queue_s <= self._queue_limit_s
+            and (self._before is None or self._before.queue_s <= self._queue_limit_s)
             and self._loss <= LOSS_HIGH
             and self._sent_kbps >= USED_SHARE * self.kbps
         ):
@@ -358,7 +378,7 @@ class RateControl:
         assert probe is not None
         self._begin_window(now_s)
         self._judged_s = now_s
-        if not queued and not self._loses_more(window):
+        if not queued and not self._loses_more(window, LOSS_HIGH):
             if self.link_kbps is None:
                 self._hold_s = FIRST_HOLD_S  # the last raise has lasted
             self.link_kbps = None
@@ -366,17 +386,18 @@ class RateControl:
             self._change(now_s, probe.kbps / PROBE_MARGIN)
             return
         self._hold(now_s, failed=True)
-        self.link_kbps = window.kbps
-        wanted_kbps = KEPT_SHARE * window.kbps
+        # What was sent before the probe did pass: no stall can make the link narrower than that.
+        self.link_kbps = max(window.kbps, float(self.kbps))
+        wanted_kbps = max(KEPT_SHARE * self.link_kbps, STEP_DOWN * self.kbps)
         if not self.kbps / WORTH_A_KEYFRAME < wanted_kbps < self.kbps * WORTH_A_KEYFRAME:
             self._change(now_s, wanted_kbps)
 
-    def _loses_more(self, window: _Window) -> bool:
-        """Than before, by more than chance explains: a link without a queue is full."""
+    def _loses_more(self, window: _Window, share: float) -> bool:
+        """By more than that share, and than chance explains."""
         packets = window.lost + window.arrived
         usual = self._loss * packets
         chance = LOSS_SIGMAS * sqrt(max(1.0, usual * (1 - self._loss)))
-        return window.lost - usual > max(chance, LOSS_HIGH * packets)
+        return window.lost - usual > max(chance, share * packets)
 
     def _change(self, now_s: float, wanted_kbps: float, pause_s: float = 0.0) -> None:
         kbps = round(min(max(wanted_kbps, self._bounds.min_kbps), self._bounds.max_kbps))
@@ -386,6 +407,7 @@ class RateControl:
         self._changed_s = now_s
         self._paused_until_s = now_s + pause_s
         # What is under way says how the link was at the rate before.
+        self._before = None
         self._begin_window(self._paused_until_s)
         self._reported = None
 

@@ -98,6 +98,7 @@ class MediaSender(aiortc.RTCRtpSender):
     _reports_s: OrderedDict[int, float]
     _keyframe_wanted: bool
     _keyframe_s: float
+    _reported_on: bool
     _timestamp_origin: int
     _sequence_number: int
 
@@ -135,12 +136,13 @@ class MediaSender(aiortc.RTCRtpSender):
             if self.rate.pauses(now_s):
                 continue
             keyframe = self._keyframe_wanted and now_s - self._keyframe_s >= KEYFRAME_INTERVAL_S
-            if keyframe:
-                self._keyframe_wanted = False
-                self._keyframe_s = now_s
+            keyframes = encoder.keyframes
             payloads = await loop.run_in_executor(
                 self.executor, encoder.encode, frame, self.rate.kbps, keyframe
             )
+            if encoder.keyframes > keyframes:
+                self._keyframe_wanted = False
+                self._keyframe_s = now_s
             await self._send_payloads(codec, payloads, pts)
             await self._probe()
 
@@ -253,7 +255,8 @@ class MediaSender(aiortc.RTCRtpSender):
                         if self.kind == "video":
                             lost, highest = report.packets_lost, report.highest_sequence
                             self.rate.report(now_s, lost, highest, rtt_s)
-                            if self._keyframe_s == float("-inf"):
+                            if not self._reported_on:
+                                self._reported_on = True
                                 self.want_keyframe()  # the first may have come too early for it
             case RtcpRtpfbPacket(fmt=fmt) if fmt == RTCP_RTPFB_NACK:
                 for sequence_number in packet.lost:
@@ -275,6 +278,8 @@ class MediaSender(aiortc.RTCRtpSender):
             return
         packet = sent.packet
         if self.kind == "video":
+            if sent.sent_s < self._keyframe_s:
+                return  # the keyframe does without it
             if self._resending.is_underway(now_s, sent.repeated_s, self.rate.rtt_s):
                 return
             if self._resending.is_late(now_s, sent.sent_s) or not self._resending.allows(
@@ -321,6 +326,7 @@ def adopt_sender(
     sender._reports_s = OrderedDict()
     sender._keyframe_wanted = False
     sender._keyframe_s = float("-inf")
+    sender._reported_on = False
     sender._timestamp_origin = random32()
     sender._sequence_number = aiortc_sender.random_sequence_number()
     return sender
