@@ -12,9 +12,7 @@ from struct import error as StructError
 from struct import unpack_from
 from typing import Final
 
-EXTENSION: Final = (
-    "http://www.ietf.org/id/draft-holmer-rmcat-transport-wide-cc-extensions-01"
-)
+EXTENSION: Final = "http://www.ietf.org/id/draft-holmer-rmcat-transport-wide-cc-extensions-01"
 FEEDBACK: Final = "transport-cc"
 
 _RTPFB: Final = 205

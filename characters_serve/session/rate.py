@@ -1,5 +1,5 @@
-"""In: what is sent, and what of it arrived when. Out: the video bitrate to encode at, when to hold
-pictures back, and which packets are worth sending again.
+"""In: what is sent, and what of it arrived when. Out: the video bitrate to encode at, when to leave
+a picture out, and when to fill the link with repeats.
 
 Pure policy. A link is told by its queue: the shortest delay within a window, over the shortest ever
 (as CoDel does, RFC 8289), which neither jitter nor a picture's own burst raises. Where the queue
@@ -29,9 +29,9 @@ QUEUE_HIGH_S: Final = 0.04
 NOISE_LIMIT_S: Final = 0.02
 FALLING: Final = 0.9  # a queue that a keyframe left behind drains by more in a window
 NOISE_TAU_S: Final = 5.0
-BASE_DELAY_S: Final = 30.0  # a longer path is known as one after this, twice at most
+BASE_DELAY_S: Final = 10.0  # a longer path is known as one after this, twice at most
 LOSS_TAU_S: Final = 3.0
-LOSS_HIGH: Final = 0.15
+LOSS_HIGH: Final = 0.2
 LOSS_FULL: Final = 0.05  # where there is a queue, too
 LOWER_S: Final = 1.0
 
@@ -48,21 +48,13 @@ PROBE_ENDS_S: Final = 3.0
 FIRST_HOLD_S: Final = 15.0
 LONGEST_HOLD_S: Final = 120.0
 RELAPSE_S: Final = 5.0
+OTHER_LINK: Final = 0.75  # what carries that much less is not the link that was tried
 LOSS_SIGMAS: Final = 3.0
 SENT_TAU_S: Final = 1.0
 USED_SHARE: Final = 0.7  # who does not use the rate needs no higher one
 
-USUAL_PICTURE: Final = 1.5
-PACING: Final = 2.5
-LONGEST_SPREAD_S: Final = 0.03
-
 PACKETS_KEPT: Final = 4096
 NUMBERS: Final = 1 << 16
-
-RESEND_SHARE: Final = 0.3
-RESEND_BURST_BYTES: Final = 24_000
-RESEND_AGE_S: Final = 1.0
-RESEND_PAUSE_S: Final = 0.02
 
 # Of 1088x704 at 24 fps. Fewer pixels need more bits each: rates go with their number to the 3/4.
 LARGE_PIXELS_PER_S: Final = 1088 * 704 * 24
@@ -87,7 +79,7 @@ class RateBounds:
     ) -> RateBounds:
         """What is not given comes from the picture, and gives way to what is."""
         scale = (pixels_per_s / LARGE_PIXELS_PER_S) ** PIXELS_POWER
-        start, low, high = (round(kbps * scale) for kbps in LARGE_KBPS)
+        start, low, high = (max(1, round(kbps * scale)) for kbps in LARGE_KBPS)
         low = min_kbps or min(low, start_kbps or low, max_kbps or low)
         high = max_kbps or max(high, start_kbps or high, low)
         return cls(start_kbps or min(max(start, low), high), low, high)
@@ -338,8 +330,12 @@ class RateControl:
             self._change(now_s, self.kbps * (1 - 0.5 * self._loss))
 
     def _full(self, now_s: float, queue_s: float, kbps: float) -> None:
-        self.link_kbps = kbps
-        self._hold(now_s, failed=now_s - self._raised_s < RELAPSE_S)
+        known_kbps, self.link_kbps = self.link_kbps, kbps
+        relapsed = now_s - self._raised_s < RELAPSE_S
+        self._raised_s = float("-inf")
+        if not relapsed and (known_kbps is None or kbps < OTHER_LINK * known_kbps):
+            self._hold_s = FIRST_HOLD_S
+        self._hold(now_s, failed=relapsed)
         wanted_kbps = min(KEPT_SHARE * kbps, STEP_DOWN * self.kbps)
         if self._remb_kbps is not None:
             wanted_kbps = min(wanted_kbps, self._remb_kbps)
@@ -359,7 +355,8 @@ class RateControl:
             return
         aim_kbps = min(PROBE_MARGIN * RAISE * self.kbps, PROBE_MARGIN * self._bounds.max_kbps)
         if self.link_kbps is not None:
-            aim_kbps = min(aim_kbps, max(PROBE_MARGIN * self.link_kbps, PROBE_MARGIN * self.kbps))
+            least_kbps = WORTH_A_KEYFRAME * self.kbps
+            aim_kbps = min(aim_kbps, PROBE_MARGIN * max(self.link_kbps, least_kbps))
         waited_s = 0.0 if self._changed_s is None else now_s - self._changed_s
         if (
             aim_kbps >= PROBE_MARGIN * WORTH_A_KEYFRAME * self.kbps
@@ -370,7 +367,6 @@ class RateControl:
             and self._sent_kbps >= USED_SHARE * self.kbps
         ):
             self._probe = _Probe(aim_kbps, now_s)
-            self._reported = None
             self._begin_window(now_s)
 
     def _judge_probe(self, now_s: float, queued: bool, window: _Window) -> None:
@@ -410,51 +406,3 @@ class RateControl:
         self._before = None
         self._begin_window(self._paused_until_s)
         self._reported = None
-
-
-def departures_s(sizes: Sequence[int], kbps: int, fps: int) -> list[float]:
-    """When each packet of a picture leaves, from the picture's time on, given their bytes.
-
-    An ordinary picture leaves at once; what a keyframe has beyond its share is spread out, so that
-    a link that is nearly full does not queue all of it.
-    """
-    at_once = USUAL_PICTURE * kbps * 125 / fps
-    beyond = max(0.0, sum(sizes) - at_once)
-    bytes_per_s = max(PACING * kbps * 125, beyond / LONGEST_SPREAD_S)
-    times_s, before = [], 0
-    for size in sizes:
-        before += size
-        times_s.append(max(0.0, before - at_once) / bytes_per_s)
-    return times_s
-
-
-class Resending:
-    """Repeats take their share of the rate and no more: on a full link they would be all there is.
-
-    Measured at 1.2 Mbit/s on a link of 1: repeats without a limit were ten times what the link
-    carries, and 6 pictures a second came through.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = 0.0
-        self._at_s = float("-inf")
-
-    def allows(self, now_s: float, size: int, kbps: int) -> bool:
-        """Whether one packet of that size may be repeated now."""
-        bytes_per_s = RESEND_SHARE * kbps * 125
-        self._bytes = min(RESEND_BURST_BYTES, self._bytes + (now_s - self._at_s) * bytes_per_s)
-        self._at_s = now_s
-        if size > self._bytes:
-            return False
-        self._bytes -= size
-        return True
-
-    @staticmethod
-    def is_late(now_s: float, sent_s: float) -> bool:
-        """A keyframe serves the viewer better than what was sent that long ago."""
-        return now_s - sent_s > RESEND_AGE_S
-
-    @staticmethod
-    def is_underway(now_s: float, repeated_s: float, rtt_s: float | None) -> bool:
-        """Asked for again before the last repeat can have arrived."""
-        return now_s - repeated_s < max(RESEND_PAUSE_S, 0.8 * (rtt_s or 0.0))

@@ -36,6 +36,7 @@ from aiortc import clock as aiortc_clock
 from aiortc.codecs import is_rtx
 from aiortc.jitterbuffer import JitterBuffer
 from aiortc.mediastreams import MediaStreamError
+from aiortc.rtcrtpparameters import RTCRtcpFeedback
 from aiortc.rtp import (
     RTCP_PSFB_APP,
     RTCP_PSFB_FIR,
@@ -53,14 +54,14 @@ from aiortc.rtp import (
     unpack_remb_fci,
     wrap_rtx,
 )
-from aiortc.rtcrtpparameters import RTCRtcpFeedback
 from aiortc.sdp import SessionDescription
 from aiortc.utils import random32, uint16_add, uint32_add
 
 from characters_serve.session import arrivals
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.rate import RateControl, Resending, departures_s
+from characters_serve.session.pacing import Resending, departures_s
+from characters_serve.session.rate import RateControl
 
 log = logging.getLogger(__name__)
 
