@@ -349,9 +349,10 @@ def ask_for_arrivals(transceiver: RTCRtpTransceiver, offer: str) -> None:
             codec.rtcpFeedback.append(feedback)
 
 
-def hear_arrivals(video: MediaSender) -> None:
-    """Before its transport is hardened. aiortc itself would read such feedback as a NACK."""
-    transport = video.transport
+def hear_arrivals(video: aiortc.RTCRtpSender) -> None:
+    """For an adopted one whose transport is not hardened yet. aiortc would read a NACK."""
+    assert isinstance(video, MediaSender)
+    transport: Any = video.transport
     handle = transport._handle_rtcp_data
 
     async def handle_others(data: bytes) -> None:

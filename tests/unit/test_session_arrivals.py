@@ -1,4 +1,4 @@
-"""Transport-wide feedback: what a browser says of each packet's arrival, and what a stranger may."""
+"""Transport-wide feedback: what a browser says of each packet's arrival."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiortc.rtp import RtcpReceiverInfo, RtcpRrPacket
 from hypothesis import given
 from hypothesis import strategies as st
 
-from characters_serve.session.arrivals import Arrivals, split
+from characters_serve.session.arrivals import split
 
 
 def feedback(first: int, ticks: list[int | None], *, reference: int, vectors: bool) -> bytes:
@@ -52,12 +52,12 @@ def test_each_packet_has_its_time(
     packet = feedback(first, ticks, reference=reference, vectors=vectors)
     others, found = split(report + packet + report)
     assert others == report + report
-    expected: list[float | None] = []
+    (news,) = found
+    assert news.first == first
     at_s = reference * 0.064
-    for tick in ticks:
+    for tick, time_s in zip(ticks, news.times_s, strict=True):
         at_s += (tick or 0) / 4000
-        expected.append(None if tick is None else pytest.approx(at_s, abs=1e-6))
-    assert found == [Arrivals(first, expected)]
+        assert time_s == (None if tick is None else pytest.approx(at_s, abs=1e-6))
 
 
 def test_runs_and_one_bit_symbols() -> None:

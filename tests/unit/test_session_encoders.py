@@ -34,8 +34,8 @@ from characters_serve.session.rtcp_clock import (
     hear_arrivals,
     shorten_jitter_buffer,
 )
-from tests.unit.test_session_arrivals import feedback
 from tests.unit.session_rig import HandClock
+from tests.unit.test_session_arrivals import feedback
 
 
 def picture(slot: int) -> av.VideoFrame:
