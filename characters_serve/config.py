@@ -381,9 +381,9 @@ class DeliveryConfig(Frozen):
 
     playout_chunks: int = Field(2, ge=1, le=4, description="chunks buffered before they play")
     video_codec: Literal["vp8", "h264"] = "vp8"
-    video_start_kbps: Positive = 1200
-    video_min_kbps: Positive = 300
-    video_max_kbps: Positive = 3000
+    video_start_kbps: Positive | None = Field(None, description="else of the picture's size")
+    video_min_kbps: Positive | None = Field(None, description="else of the picture's size")
+    video_max_kbps: Positive | None = Field(None, description="else of the picture's size")
     audio_kbps: Positive = 48
     ice_timeout_s: Seconds = 15.0
     public_address: str | None = Field(None, description="what clients reach, behind a 1:1 NAT")
@@ -403,7 +403,9 @@ class DeliveryConfig(Frozen):
 
     @model_validator(mode="after")
     def _rates_are_ordered(self) -> DeliveryConfig:
-        if not self.video_min_kbps <= self.video_start_kbps <= self.video_max_kbps:
+        rates = (self.video_min_kbps, self.video_start_kbps, self.video_max_kbps)
+        given = [kbps for kbps in rates if kbps is not None]
+        if given != sorted(given):
             raise ValueError("video_min_kbps <= video_start_kbps <= video_max_kbps must hold")
         return self
 

@@ -60,7 +60,10 @@ class Conversation:
         counters: Counters,
         to_agent: Callable[[Message], None],
         now_s: float,
+        *,
+        hesitates: bool,
     ) -> None:
+        """hesitates: the voice waits as soon as the user may be speaking."""
         self.listening_energy = 0.0
         self.last_speech_s = now_s
         self.turn_stages_ms: dict[str, float] = {}
@@ -70,6 +73,7 @@ class Conversation:
         self._events = events
         self._counters = counters
         self._to_agent = to_agent
+        self._hesitates = hesitates
         self._user_speaking = False
         self._speech_ended_s: float | None = None
         self._unheard_s: float | None = None
@@ -185,6 +189,9 @@ class Conversation:
             self._speech_ended_s = None if speech.speaking else now_s
             self._unheard_s = None
             self._stamps_s.clear()
+        begins = speech.speaking and not speech.barge_in
+        if begins and self._hesitates and self._playout.wait():
+            self._events.emit("server-message", {"kind": "voice-waits"})
         if speech.barge_in:
             latest_id = self._silence(now_s)
             self._to_agent(AgentInterrupt(self._session_id, latest_id))
@@ -199,6 +206,9 @@ class Conversation:
     def _playout_event(self, event: PlayoutEvent, now_s: float) -> None:
         if event.kind == "voiced":
             self._voiced(now_s)
+            return
+        if event.kind == "resumed":
+            self._events.emit("server-message", {"kind": "voice-goes-on"})
             return
         report = Playback(self._session_id, event.utterance_id, event.kind, event.played_ms)
         self._to_agent(report)

@@ -63,10 +63,13 @@ class VideoEncoder:
         self._fps = fps
         self._context: av.VideoCodecContext | None = None
         self._picture_id = 0
+        self._pictures = 0
         self.keyframes = 0
 
     def encode(self, frame: av.VideoFrame, kbps: int, keyframe: bool) -> list[bytes]:
-        """frame.pts counts the 90 kHz clock."""
+        """The next picture. One that is left out is not made up for: libvpx would take the gap for
+        a lower frame rate, and 6 of 50 pictures left out made 492 kbit/s of 300.
+        """
         context = self._context
         if context is None or (context.width, context.height) != (frame.width, frame.height):
             context = self._open(frame.width, frame.height, kbps)
@@ -77,8 +80,8 @@ class VideoEncoder:
                 context = self._open(frame.width, frame.height, kbps)  # costs a keyframe
         kind = av.video.frame.PictureType
         frame.pict_type = kind.I if keyframe else kind.NONE
-        assert frame.pts is not None
-        frame.pts = frame.pts * self._fps // VIDEO_CLOCK
+        frame.pts = self._pictures
+        self._pictures += 1
         frame.time_base = Fraction(1, self._fps)
         packets = context.encode(frame)
         self.keyframes += sum(1 for packet in packets if packet.is_keyframe)

@@ -52,7 +52,7 @@ from characters_serve.session.lifecycle import (
 )
 from characters_serve.session.offer import OfferRefused, check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
-from characters_serve.session.playout import Playout
+from characters_serve.session.playout import WAIT_S, Playout
 from characters_serve.session.reporter import Reporter
 from characters_serve.session.trace import open_trace
 from characters_serve.session.tracks import Delivery
@@ -109,6 +109,7 @@ class LiveSession:
             counters,
             links.to_agent,
             now_s,
+            hesitates=config.agent.barge_in_speech_s < WAIT_S,
         )
         self._ladder = DegradeLadder(
             passes=len(model.noise_levels),

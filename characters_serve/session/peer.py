@@ -33,8 +33,10 @@ from characters_serve.session.rate import RateBounds, RateControl
 from characters_serve.session.rtcp_clock import (
     MediaSender,
     adopt_sender,
+    ask_for_arrivals,
     close_to_strangers,
     harden_transport,
+    hear_arrivals,
     shorten_jitter_buffer,
 )
 from characters_serve.session.tracks import Delivery
@@ -61,7 +63,12 @@ class Peer:
     def __init__(self, config: DeliveryConfig, delivery: Delivery, calls: PeerCallbacks) -> None:
         self.delivery = delivery
         self.rate = RateControl(
-            RateBounds(config.video_start_kbps, config.video_min_kbps, config.video_max_kbps)
+            RateBounds.of_picture(
+                delivery.width * delivery.height * delivery.clock.fps,
+                start_kbps=config.video_start_kbps,
+                min_kbps=config.video_min_kbps,
+                max_kbps=config.video_max_kbps,
+            )
         )
         self.messages_refused = 0
         self._config = config
@@ -136,6 +143,10 @@ class Peer:
                 transceiver.setCodecPreferences(_opus_only())
                 shorten_jitter_buffer(transceiver.receiver)
         await pc.setRemoteDescription(RTCSessionDescription(sdp, "offer"))
+        for transceiver in pc.getTransceivers():
+            if transceiver.kind == "video":
+                ask_for_arrivals(transceiver, sdp)
+                hear_arrivals(transceiver.sender)
         for transport in {sender.transport for sender in self._senders}:
             harden_transport(transport)
             listen_on(transport.transport.iceGatherer._connection, self._config.udp_ports)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -34,6 +34,10 @@ MUTE_FADE_SAMPLES: Final = 480  # 10 ms
 RAISE_WINDOW_S: Final = 30
 LOWER_AFTER_S: Final = 60
 AUDIBLE: Final = 328  # 1 % of full scale
+# Speech is certain two VAD windows after it is likely; a browser that mutes at once has not played
+# what was sent in the last 0.1 s.
+WAIT_S: Final = 0.25
+REPLAYED_S: Final = 0.125
 LATENCIES_KEPT: Final = 32  # five seconds
 LATENCIES_NEEDED: Final = 8
 # An idle hold is one picture shown a little longer. The margin over the engine's usual latency
@@ -52,9 +56,12 @@ _MUTE_FADE[:MUTE_FADE_SAMPLES] = np.linspace(1.0, 0.0, MUTE_FADE_SAMPLES, dtype=
 
 @dataclass(frozen=True, slots=True)
 class PlayoutEvent:
-    """started, and finished or interrupted: once each. voiced: the first audible sample."""
+    """started, and finished or interrupted: once each. voiced: the first audible sample.
 
-    kind: Literal["started", "voiced", "finished", "interrupted"]
+    resumed: each time that a wait ended without an interruption.
+    """
+
+    kind: Literal["started", "voiced", "finished", "interrupted", "resumed"]
     utterance_id: int
     played_ms: float
 
@@ -102,6 +109,9 @@ class Playout:
         self._next_slot = 0
         self._last = _Slot(b"", np.zeros(self._slot_samples, np.int16), epoch=0)
         self._held_run = 0
+        self._waiting_slots = 0
+        self._waited = False
+        self._played: deque[_Slot] = deque(maxlen=math.ceil(REPLAYED_S * fps))
         self._recent_underruns: deque[int] = deque()
         self._calm_since_slot = 0
         self._packet_end = 0
@@ -194,13 +204,27 @@ class Playout:
         """
         self._epoch = epoch
         self.speaking = False
+        self._waiting_slots = 0
+        self._played.clear()
         # A second interruption before the next packet must not turn the fade into a cut.
-        self._fading = self.playing and (self._fading or self._utterance_id != 0)
+        sounds = self._utterance_id != 0 and not self._waited
+        self._fading = self.playing and (self._fading or sounds)
         for utterance_id in range(self._closed_through + 1, through_utterance_id + 1):
             played_ms = self._played_ms if utterance_id == self._utterance_id else 0.0
             self._events.append(PlayoutEvent("interrupted", utterance_id, played_ms))
         self._closed_through = max(self._closed_through, through_utterance_id)
         self._utterance_id = 0
+
+    def wait(self) -> bool:
+        """The user may be speaking: content waits for an interruption, WAIT_S at most.
+
+        Without one it goes on from a little before, so that no sample of it is lost to a client
+        that fell silent at once. False where nothing is spoken that could wait.
+        """
+        if not self.playing or not self.in_speech or self._waiting_slots or self._held_run:
+            return False
+        self._waiting_slots = math.ceil(WAIT_S * self._fps)
+        return True
 
     def take_events(self) -> list[PlayoutEvent]:
         events, self._events = self._events, []
@@ -221,6 +245,7 @@ class Playout:
         self.playing = False
         self._slots.clear()
         self._held_run = 0
+        self._waiting_slots = 0
         self._fading = False
 
     def skip_to(self, slot: int) -> None:
@@ -266,15 +291,19 @@ class Playout:
             self._next_slot += 1
 
     def _decide(self, number: int) -> _Slot:
+        if self._waiting_slots:
+            return self._wait_on(number)
         if not self._current and self._buffer:
             self._current.extend(self._buffer.popleft())
         if self._current:
             slot = self._current.popleft()
-            if self._held_run:
+            if self._held_run or self._waited:
                 fade_in = 1.0 - _CUT_FADE
                 slot.voice[:CUT_FADE_SAMPLES] = slot.voice[:CUT_FADE_SAMPLES] * fade_in
             self._held_run = 0
+            self._waited = False
             self._last = slot
+            self._played.append(slot)
             self._margin_s = max(MIN_MARGIN_S, self._margin_s - MARGIN_FALL_PER_S / self._fps)
             if number - self._calm_since_slot >= LOWER_AFTER_S * self._fps:
                 self.target = max(self._base_target, self.target - 1)
@@ -286,6 +315,23 @@ class Playout:
         self.held_slots += 1
         self.silent_slots += self.in_speech
         return _Slot(self._last.frame, self._last.voice, epoch=self._epoch, held=True)
+
+    def _wait_on(self, number: int) -> _Slot:
+        """One slot of the wait; the last puts back what is played again."""
+        last = self._last
+        if not self._waited:
+            faded = replace(last, voice=last.voice.copy())
+            faded.voice[-CUT_FADE_SAMPLES:] = faded.voice[-CUT_FADE_SAMPLES:] * _CUT_FADE
+            self._slots[number - 1] = faded  # not sent yet: packets look 5 ms ahead for this
+            self._waited = True
+        self._waiting_slots -= 1
+        if not self._waiting_slots:
+            spoken = [slot for slot in self._played if slot.utterance_id == last.utterance_id]
+            again = [replace(slot, voice=slot.voice.copy()) for slot in spoken]
+            self._current.extendleft(reversed(again))
+            self._played.clear()
+            self._events.append(PlayoutEvent("resumed", last.utterance_id, self._played_ms))
+        return _Slot(last.frame, last.voice, epoch=self._epoch, held=True)
 
     def _underrun(self, number: int) -> None:
         self.underruns += 1

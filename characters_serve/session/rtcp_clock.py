@@ -3,8 +3,9 @@
 The one place that reaches into aiortc, for the asserted version only:
 - sender reports carry media time. aiortc's carry the time of sending, so a picture that spends
   60 ms in encoding is played 60 ms off its voice;
-- video runs through an encoder of ours at a rate of ours, in a thread of its own, and leaves in
-  small bursts; keyframe requests are answered once a second at most;
+- video runs through an encoder of ours at a rate of ours, in a thread of its own, its keyframes
+  spread out; keyframe requests are answered once a second at most;
+- video packets are numbered for transport-wide feedback, and the client is asked for it;
 - 1024 packets are kept for retransmission instead of 128 (0.4 s at 3 Mbit/s), which is rationed;
 - the first report leaves with the first packet: a browser aligns picture and voice by the second,
   and its round trip is that of a link that is still empty;
@@ -30,9 +31,12 @@ from typing import Any, Final
 
 import aiortc
 import aiortc.rtcrtpsender as aiortc_sender
+from aiortc import RTCRtpTransceiver
 from aiortc import clock as aiortc_clock
+from aiortc.codecs import is_rtx
 from aiortc.jitterbuffer import JitterBuffer
 from aiortc.mediastreams import MediaStreamError
+from aiortc.rtcrtpparameters import RTCRtcpFeedback
 from aiortc.rtp import (
     RTCP_PSFB_APP,
     RTCP_PSFB_FIR,
@@ -50,22 +54,25 @@ from aiortc.rtp import (
     unpack_remb_fci,
     wrap_rtx,
 )
+from aiortc.sdp import SessionDescription
 from aiortc.utils import random32, uint16_add, uint32_add
 
+from characters_serve.session import arrivals
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.rate import RateControl, Resending
+from characters_serve.session.pacing import Resending, departures_s
+from characters_serve.session.rate import RateControl
 
 log = logging.getLogger(__name__)
 
 SUPPORTED_AIORTC: Final = "1.16.0"
 HISTORY_PACKETS: Final = 1024
 STUN_COOKIE: Final = bytes.fromhex("2112a442")
-BURST_PACKETS: Final = 12
-BURST_PAUSE_S: Final = 0.002
+TIMER_S: Final = 0.001  # no timer of the event loop is finer
 KEYFRAME_INTERVAL_S: Final = 1.0
 REPORTS_KEPT: Final = 16
 FIRST_REPORT_S: Final = 0.02
+LONGEST_PROBE_PACKETS: Final = 64  # after one picture
 
 if aiortc.__version__ != SUPPORTED_AIORTC:
     raise ImportError(f"aiortc {aiortc.__version__} is not the supported {SUPPORTED_AIORTC}")
@@ -92,6 +99,7 @@ class MediaSender(aiortc.RTCRtpSender):
     _reports_s: OrderedDict[int, float]
     _keyframe_wanted: bool
     _keyframe_s: float
+    _reported_on: bool
     _timestamp_origin: int
     _sequence_number: int
 
@@ -126,14 +134,18 @@ class MediaSender(aiortc.RTCRtpSender):
             frame = await self.private("track").recv()
             pts = frame.pts
             now_s = time.monotonic()
+            if self.rate.pauses(now_s):
+                continue
             keyframe = self._keyframe_wanted and now_s - self._keyframe_s >= KEYFRAME_INTERVAL_S
-            if keyframe:
-                self._keyframe_wanted = False
-                self._keyframe_s = now_s
+            keyframes = encoder.keyframes
             payloads = await loop.run_in_executor(
                 self.executor, encoder.encode, frame, self.rate.kbps, keyframe
             )
+            if encoder.keyframes > keyframes:
+                self._keyframe_wanted = False
+                self._keyframe_s = now_s
             await self._send_payloads(codec, payloads, pts)
+            await self._probe()
 
     async def _run_voice(self, codec: Any) -> None:
         if codec.name != "opus":
@@ -146,9 +158,14 @@ class MediaSender(aiortc.RTCRtpSender):
 
     async def _send_payloads(self, codec: Any, payloads: list[bytes], pts: int) -> None:
         timestamp = uint32_add(self._timestamp_origin, pts & 0xFFFFFFFF)
-        for index, payload in enumerate(payloads):
-            if index and index % BURST_PACKETS == 0:
-                await asyncio.sleep(BURST_PAUSE_S)
+        waits_s = [0.0] * len(payloads)
+        if self.kind == "video":
+            waits_s = departures_s([len(each) for each in payloads], self.rate.kbps, self.fps)
+        began_s = time.monotonic()
+        for index, (payload, wait_s) in enumerate(zip(payloads, waits_s, strict=True)):
+            early_s = began_s + wait_s - time.monotonic()
+            if early_s > TIMER_S:
+                await asyncio.sleep(early_s)
             packet = RtpPacket(
                 payload_type=codec.payloadType,
                 sequence_number=self._sequence_number,
@@ -161,16 +178,30 @@ class MediaSender(aiortc.RTCRtpSender):
             packet.extensions.mid = self.private("mid")
             sent = _Sent(packet, time.monotonic())
             self._history[packet.sequence_number % HISTORY_PACKETS] = sent
-            if self.kind == "video":
-                self.rate.sent(len(payload))
-            await self.transport._send_rtp(
-                packet.serialize(self.private("rtp_header_extensions_map"))
-            )
+            await self._send_packet(packet)
             self._sequence_number = uint16_add(self._sequence_number, 1)
             self.set_private("packet_count", self.private("packet_count") + 1)
             self.set_private("octet_count", self.private("octet_count") + len(payload))
         if payloads:
             self._last_pts = pts
+
+    async def _send_packet(self, packet: RtpPacket) -> None:
+        if self.kind == "video":
+            number = self.rate.sent(time.monotonic(), len(packet.payload))
+            packet.extensions.transport_sequence_number = number
+        await self.transport._send_rtp(packet.serialize(self.private("rtp_header_extensions_map")))
+
+    async def _probe(self) -> None:
+        """Repeats the last packets, as many as the rate control asks for."""
+        newest = uint16_add(self._sequence_number, -1)
+        for back in range(LONGEST_PROBE_PACKETS):
+            sent = self._history.get(uint16_add(newest, -back) % HISTORY_PACKETS)
+            if sent is None or not self.rate.probes(time.monotonic(), len(sent.packet.payload)):
+                return
+            await self._repeat(sent.packet)
+
+    def arrived(self, news: arrivals.Arrivals) -> None:
+        self.rate.arrived(time.monotonic(), news.first, news.times_s)
 
     def want_keyframe(self) -> None:
         self._keyframe_wanted = True
@@ -225,7 +256,8 @@ class MediaSender(aiortc.RTCRtpSender):
                         if self.kind == "video":
                             lost, highest = report.packets_lost, report.highest_sequence
                             self.rate.report(now_s, lost, highest, rtt_s)
-                            if self._keyframe_s == float("-inf"):
+                            if not self._reported_on:
+                                self._reported_on = True
                                 self.want_keyframe()  # the first may have come too early for it
             case RtcpRtpfbPacket(fmt=fmt) if fmt == RTCP_RTPFB_NACK:
                 for sequence_number in packet.lost:
@@ -247,6 +279,8 @@ class MediaSender(aiortc.RTCRtpSender):
             return
         packet = sent.packet
         if self.kind == "video":
+            if sent.sent_s < self._keyframe_s:
+                return  # the keyframe does without it
             if self._resending.is_underway(now_s, sent.repeated_s, self.rate.rtt_s):
                 return
             if self._resending.is_late(now_s, sent.sent_s) or not self._resending.allows(
@@ -254,8 +288,10 @@ class MediaSender(aiortc.RTCRtpSender):
             ):
                 self.want_keyframe()
                 return
-            self.rate.sent(len(packet.payload))
         sent.repeated_s = now_s
+        await self._repeat(packet)
+
+    async def _repeat(self, packet: RtpPacket) -> None:
         payload_type = self.private("rtx_payload_type")
         if payload_type is not None:
             rtx_sequence_number = self.private("rtx_sequence_number")
@@ -266,7 +302,7 @@ class MediaSender(aiortc.RTCRtpSender):
                 ssrc=self._rtx_ssrc,
             )
             self.set_private("rtx_sequence_number", uint16_add(rtx_sequence_number, 1))
-        await self.transport._send_rtp(packet.serialize(self.private("rtp_header_extensions_map")))
+        await self._send_packet(packet)
 
 
 def adopt_sender(
@@ -291,9 +327,42 @@ def adopt_sender(
     sender._reports_s = OrderedDict()
     sender._keyframe_wanted = False
     sender._keyframe_s = float("-inf")
+    sender._reported_on = False
     sender._timestamp_origin = random32()
     sender._sequence_number = aiortc_sender.random_sequence_number()
     return sender
+
+
+def ask_for_arrivals(transceiver: RTCRtpTransceiver, offer: str) -> None:
+    """Between an offer and its answer: the client tells when each video packet arrives, if it can.
+
+    It sends no REMB then.
+    """
+    media = next(media for media in SessionDescription.parse(offer).media if media.kind == "video")
+    extensions = [each for each in media.rtp.headerExtensions if each.uri == arrivals.EXTENSION]
+    feedback = RTCRtcpFeedback(type=arrivals.FEEDBACK)
+    if not extensions or not any(feedback in codec.rtcpFeedback for codec in media.rtp.codecs):
+        return
+    transceiver._headerExtensions.append(extensions[0])
+    for codec in transceiver._codecs:
+        if not is_rtx(codec):
+            codec.rtcpFeedback.append(feedback)
+
+
+def hear_arrivals(video: aiortc.RTCRtpSender) -> None:
+    """For an adopted one whose transport is not hardened yet. aiortc would read a NACK."""
+    assert isinstance(video, MediaSender)
+    transport: Any = video.transport
+    handle = transport._handle_rtcp_data
+
+    async def handle_others(data: bytes) -> None:
+        others, news = arrivals.split(data)
+        for each in news:
+            video.arrived(each)
+        if others:
+            await handle(others)
+
+    transport._handle_rtcp_data = handle_others
 
 
 def shorten_jitter_buffer(receiver: aiortc.RTCRtpReceiver) -> None:

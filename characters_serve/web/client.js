@@ -47,6 +47,8 @@ const LISTEN_PERIOD_MS = 20;
 const LISTEN_LIMIT_MS = 20_000;
 // Equal on both receivers: the browser then has no reason to pull voice and picture apart.
 const JITTER_BUFFER_TARGET_MS = 80;
+// By then a buffer holds nothing from before, and the word that ends the silence may have been lost.
+const LONGEST_HUSH_MS = 600;
 
 /**
  * @typedef {"idle"|"microphone"|"creating"|"queued"|"starting"|"connecting"|"live"|"reconnecting"
@@ -113,6 +115,8 @@ export class CharacterSession extends EventTarget {
   #micStream = null;
   #micIsOurs = false;
   #muted = false;
+  /** @type {ReturnType<typeof setTimeout>|undefined} */
+  #hushTimer;
   /** @type {RTCPeerConnection|null} */
   #pc = null;
   /** @type {RTCRtpSender|null} */
@@ -639,6 +643,7 @@ export class CharacterSession extends EventTarget {
         return;
       }
       case "bot-started-speaking":
+        this.#hush(false);
         this.#turns.start("character");
         this.#characterSpeaks = true;
         return this.#emit("speaking", { who: "character", speaking: true });
@@ -647,6 +652,7 @@ export class CharacterSession extends EventTarget {
       case "bot-stopped-speaking":
         return this.#characterStopped(Boolean(data.interrupted), data.position_ms ?? null);
       case "bot-interrupted":
+        this.#hush(true);
         return this.#characterStopped(true, data.position_ms ?? null);
       case "metrics":
         this.#metrics = { ...this.#metrics, ...data, rtt_ms: this.#metrics.rtt_ms }; // ours is newer
@@ -656,6 +662,8 @@ export class CharacterSession extends EventTarget {
       case "error":
         return this.#emit("error", serverError(data.message));
       case "server-message":
+        if (data.kind === "voice-waits") return this.#hush(true);
+        if (data.kind === "voice-goes-on") return this.#hush(false);
         if (data.kind !== "session-ending") return;
         this.#endingReason = data.reason ?? "";
         return this.#setState("ending", { reason: this.#endingReason, inMs: data.in_ms ?? 0 });
@@ -673,6 +681,16 @@ export class CharacterSession extends EventTarget {
       result = { error: String(cause) };
     }
     this.#send("llm-function-call-result", { function_name, tool_call_id, arguments: args, result });
+  }
+
+  /**
+   * What the browser still holds of the voice when it stops is not played.
+   * @param {boolean} silent
+   */
+  #hush(silent) {
+    clearTimeout(this.#hushTimer);
+    for (const track of this.#output?.getAudioTracks() ?? []) track.enabled = !silent;
+    if (silent) this.#hushTimer = setTimeout(() => this.#hush(false), LONGEST_HUSH_MS);
   }
 
   /**

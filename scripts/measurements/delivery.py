@@ -2,11 +2,12 @@
 
     python -m scripts.measurements.delivery --out scripts/measurements/delivery.json
 
-A quarter of an hour without the soak: the test picture at 384x256, which fills its bitrate,
-through a relay to a real browser, sent by aiortc alone and by this server; the processor time of
-one host at 1088x704; a hundred viewers that come and go. And by itself, `--only soak --minutes 30`:
-two browsers that watch engines which stall and lag. Not a test: it judges nothing, and says how
-busy other programs kept the machine.
+Twenty minutes without the soak: the test picture at 384x256, which fills its bitrate, through a
+relay to a real browser, sent by aiortc alone and by this server, and at 1088x704 over narrow links;
+the processor time of one host at that size; a hundred viewers that come and go. `--network NAME`
+keeps to some networks, for example `--only networks --network "1 Mbit/s" --network "loss 5 %"`. And
+by itself, `--only soak --minutes 30`: two browsers that watch engines which stall and lag. Not a
+test: it judges nothing, and says how busy other programs kept the machine.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ NETWORKS: dict[str, Conditions] = {
     "600 kbit/s": Conditions(delay_s=0.02, kbps=600),
     "100 +- 30 ms": Conditions(delay_s=0.1, jitter_s=0.03),
 }
+NARROW = ("1 Mbit/s", "600 kbit/s")
 STOCK_DIFFERS = ("clean", "loss 10 %", "1 Mbit/s", "600 kbit/s")
 BLACKOUTS_S = (3, 10, 40)
 STALL_EVERY_S = 5.0
@@ -52,7 +54,8 @@ FIRST_S = 10.0
 SAMPLE_S = 10.0
 SETTLING_S = 60.0
 QUIET = ("engine.kind=pattern", "agent.kind=none")
-PRODUCTION_RATES = ("delivery.video_start_kbps=1500", "delivery.video_max_kbps=4000")
+LARGE = ("model.width=1088", "model.height=704")
+STOCK = "scripts.measurements.stock_server"
 SMALL_WINDOW: ViewportSize = {"width": 480, "height": 320}  # a large one costs half a core
 ENDLESS = ("session.max_duration_s=100000", "session.idle_timeout_s=100000")
 
@@ -105,20 +108,30 @@ async def one_blackout(server: Server, blackout_s: float) -> dict[str, Any]:
         }
 
 
-async def networks(seconds: float, folder: Path) -> dict[str, Any]:
+async def networks(seconds: float, folder: Path, wanted: list[str]) -> dict[str, Any]:
     """With aiortc's own senders, for the networks where they differ, and with ours for all."""
-    with running_server(folder / "a", *QUIET, module="scripts.measurements.stock_server") as server:
-        stock = {name: await named(server, name, NETWORKS[name], seconds) for name in STOCK_DIFFERS}
+    chosen = {name: NETWORKS[name] for name in NETWORKS if not wanted or name in wanted}
+    differing = {name: chosen[name] for name in STOCK_DIFFERS if name in chosen}
+    narrow = {name: chosen[name] for name in NARROW if name in chosen}
+    with running_server(folder / "a", *QUIET, module=STOCK) as server:
+        results: dict[str, Any] = {"stock aiortc": await each(server, differing, seconds)}
     with running_server(folder / "n", *QUIET) as server:
-        results: dict[str, Any] = {"stock aiortc": stock}
-        for name, conditions in NETWORKS.items():
-            results[name] = await named(server, name, conditions, seconds)
-        for blackout_s in BLACKOUTS_S:
+        results |= await each(server, chosen, seconds)
+        for blackout_s in BLACKOUTS_S if not wanted else ():
             await asyncio.to_thread(server.when_free)
             name = f"blackout of {blackout_s} s"
             results[name] = await attempt(one_blackout(server, blackout_s))
             sys.stderr.write(f"{name}: {results[name]}\n")
-        return results
+    if narrow:
+        with running_server(folder / "b", *QUIET, *LARGE, module=STOCK) as server:
+            results["1088x704, stock aiortc"] = await each(server, narrow, seconds)
+        with running_server(folder / "l", *QUIET, *LARGE) as server:
+            results["1088x704"] = await each(server, narrow, seconds)
+    return results
+
+
+async def each(server: Server, chosen: dict[str, Conditions], seconds: float) -> dict[str, Any]:
+    return {name: await named(server, name, chosen[name], seconds) for name in chosen}
 
 
 async def named(
@@ -153,8 +166,8 @@ async def cores(seconds: float, folder: Path) -> dict[str, Any]:
     """What one host takes of the processor at the production picture's size."""
     results: dict[str, Any] = {}
     for codec in ("vp8", "h264"):
-        size = ("model.width=1088", "model.height=704", f"delivery.video_codec={codec}")
-        with running_server(folder / codec, *QUIET, *size, *PRODUCTION_RATES) as server:
+        settings = (*QUIET, *LARGE, f"delivery.video_codec={codec}")
+        with running_server(folder / codec, *settings) as server:
             results[codec] = await one_size(server, seconds)
     return results
 
@@ -342,6 +355,7 @@ async def soaks(seconds: float, folder: Path) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measures delivery over bad networks.")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each network")
+    parser.add_argument("--network", choices=NETWORKS, action="append", default=[])
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the soak")
     parser.add_argument("--only", choices=("networks", "cores", "cycles", "soak"), action="append")
@@ -352,7 +366,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
-            "networks": lambda: networks(options.seconds, folder),
+            "networks": lambda: networks(options.seconds, folder, options.network),
             "cores": lambda: cores(options.seconds, folder),
             "cycles": lambda: cycles(options.cycles, folder),
             "soak": lambda: soaks(60 * options.minutes, folder),

@@ -29,12 +29,11 @@ def host() -> int:
         sender.want_keyframe = sender._send_keyframe
         return sender
 
-    def unchanged(_part: Any) -> None:
+    def unchanged(*_parts: Any) -> None:
         pass
 
-    vars(peer).update(
-        adopt_sender=as_it_is, harden_transport=unchanged, shorten_jitter_buffer=unchanged
-    )
+    ours = ("ask_for_arrivals", "hear_arrivals", "harden_transport", "shorten_jitter_buffer")
+    vars(peer).update(dict.fromkeys(ours, unchanged), adopt_sender=as_it_is)
     return host.main()
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
 import pytest
 from PIL import Image
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from tests.e2e.rig import Measure, Others, Server, browser, new_tab, running_server, until
 from tests.e2e.speech import microphone_wav, question_wav
@@ -104,6 +106,41 @@ async def test_a_second_conversation_is_refused_until_the_first_stops(pattern: S
         await second.page.get_by_test_id("stop").click()
         await second.reach("idle")
     await freed(pattern, 5)
+
+
+@pytest.mark.parametrize("step", ["session", "offer"])
+async def test_a_refusal_is_told_and_not_tried_again(pattern: Server, step: str) -> None:
+    """Whatever refuses, and at which step: one request, no candidates after it, and the seat."""
+    asked: list[tuple[str, str]] = []
+    async with browser() as launched:
+        tab = await new_tab(launched, pattern)
+        status = 0
+
+        async def refuse(route: Route) -> None:
+            if route.request.method != "POST":
+                await route.continue_()
+                return
+            await route.fulfill(
+                status=status,
+                content_type="application/problem+json",
+                headers={"Retry-After": "1"},
+                body=json.dumps({"title": "Refused", "detail": "refused for a test"}),
+            )
+
+        where = "**/v1/sessions" if step == "session" else "**/v1/sessions/*/webrtc*"
+        await tab.page.route(where, refuse)
+        tab.page.on("request", lambda r: asked.append((r.method, urlsplit(r.url).path)))
+        for status in (401, 409, 429, 503):
+            asked.clear()
+            await tab.page.get_by_test_id("talk-text").click()
+            await expect(tab.page.get_by_test_id("error")).to_be_visible()
+            await expect(tab.page.locator("body")).to_have_attribute("data-phase", "idle")
+            await tab.passes(1.2)  # longer than it was told to wait
+            tries = [path for method, path in asked if method == "POST"]
+            refused = [path for path in tries if path.endswith(("sessions", "webrtc"))]
+            assert len(refused) == (1 if step == "session" else 2), (status, asked)
+            assert not [path for method, path in asked if method == "PATCH"]
+            await freed(pattern, 5)
 
 
 @pytest.mark.parametrize("says_goodbye", [True, False], ids=["told", "untold"])

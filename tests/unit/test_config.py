@@ -88,7 +88,7 @@ def test_later_files_and_overrides_win() -> None:
         ("engine.degraded_passes=1", "engine.degraded_passes"),
         ("model.cache_policy=per_pass", "engine.degraded_passes must be 4"),
         ("engine.device=tpu", "engine.device"),
-        ("delivery.video_min_kbps=2000", "video_min_kbps"),
+        ("delivery={video_min_kbps: 2000, video_start_kbps: 1200}", "video_min_kbps"),
         ("delivery.playout_chunks=5", "delivery.playout_chunks"),
         ("session.max_duration_s=-1", "session.max_duration_s"),
         ("fleet.groups=0", "fleet.groups"),

@@ -254,6 +254,55 @@ async def test_who_leaves_a_hanging_engine_is_let_go_and_the_cold_start_disturbs
         assert page.told("session-ending") == [] and (await page.status())["status"] == "live"
 
 
+async def test_clients_that_leave_in_the_middle_of_a_step_leave_no_trace(server: Server) -> None:
+    async with client(server) as beside:
+        engines = set()
+        for number in range(5):
+            async with client(server) as page:
+                engine = server.process_of(server.group_of(page.session["id"]), ENGINE)
+                engines.add(engine)
+                engine.suspend()  # what it has begun is not done when its client is gone
+                await page.browser.close()
+                if number % 2:
+                    engine.resume()
+                else:  # not before the session's end is asked for
+                    asyncio.get_running_loop().call_later(0.5, engine.resume)
+            await beside.watches()
+        assert all(engine.is_running() for engine in engines), "a group was rebuilt"
+        assert (await beside.status())["status"] == "live"
+        async with client(server) as last:
+            await last.watches()
+
+
+async def test_a_group_that_is_slow_to_start_holds_up_nobody(server: Server) -> None:
+    await server.all_ready()
+    async with client(server) as beside:
+        taken = server.group_of(beside.session["id"])
+        hosts = [p for p in psutil.Process(server.process.pid).children() if HOST in p.cmdline()]
+        idle = next(p for p in hosts if str(server.run_dir / taken) not in p.cmdline())
+        idle.kill()
+
+        def starting() -> list[psutil.Process]:
+            children = psutil.Process(server.process.pid).children()
+            return [p for p in children if p not in hosts and HOST in p.cmdline()]
+
+        await until(starting)
+        (cold,) = starting()
+        cold.suspend()
+        try:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as http:
+                for _ in range(3):
+                    await beside.watches()
+                    assert (await http.get("/healthz/live")).status_code == 200
+                    assert (await http.get("/healthz/ready")).json()["free"] < GROUPS - 1
+                async with client(server) as another:  # its offer is answered
+                    await another.watches()
+        finally:
+            cold.resume()
+        assert (await beside.status())["status"] == "live"
+    await server.all_ready()
+
+
 async def test_a_slow_chunk_is_told_and_survived(server: Server) -> None:
     async with client(server) as page:
         engine = server.process_of(server.group_of(page.session["id"]), ENGINE)

@@ -41,7 +41,7 @@ MODEL = ModelConfig()
 class Rig:
     """Chunker, playout and conversation around an engine that needs no time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hesitates: bool = True) -> None:
         self.sent: list[str] = []
         self.told: list[Message] = []
         self.counters = Counters()
@@ -50,7 +50,14 @@ class Rig:
         self.chunker = Chunker(MODEL, "s", 1)
         self.playout = Playout(fps=24, voice_samples_per_chunk=8000, target_chunks=2)
         self.talk = Conversation(
-            "s", self.chunker, self.playout, events, self.counters, self.told.append, 0.0
+            "s",
+            self.chunker,
+            self.playout,
+            events,
+            self.counters,
+            self.told.append,
+            0.0,
+            hesitates=hesitates,
         )
         self.packet = 0
         self.packets: list[NDArray[np.int16]] = []
@@ -165,6 +172,52 @@ def test_barge_in_tells_everybody_where_the_voice_was() -> None:
         "A long story.",
         "Sorry?",
     ]
+
+
+def test_the_voice_waits_for_what_may_be_speech_and_goes_on_when_it_was_none() -> None:
+    rig = Rig()
+    rig.run(1)
+    rig.speak(1, 3.0)
+    rig.run(2)
+    before = len(rig.packets)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)
+    assert rig.events("server-message")[-1]["data"] == {"kind": "voice-waits"}
+    rig.run(0.24)
+    waiting = np.concatenate(rig.packets[before:])
+    assert not waiting[48 * 50 :].any()
+    rig.run(3)
+    rig.talk.agent(UserSpeech("s", False, False), rig.now_s)
+    assert rig.events("server-message")[-1]["data"] == {"kind": "voice-goes-on"}
+    assert rig.reports() == [("started", 1), ("finished", 1)]
+    assert rig.events("bot-interrupted") == []
+    spoken_s = float((np.abs(rig.sound) > 3000).sum()) / 48_000
+    assert 3.0 <= spoken_s <= 3.15  # the last eighth of a second twice
+
+
+def test_speech_that_is_confirmed_finds_the_voice_silent_already() -> None:
+    rig = Rig()
+    rig.run(1)
+    rig.speak(1, 3.0)
+    rig.run(2)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)
+    rig.run(0.06)
+    before = len(rig.packets)
+    rig.talk.agent(UserSpeech("s", True, True), rig.now_s)
+    rig.run(3)
+    assert np.abs(np.concatenate(rig.packets[before:])).max() < 10  # a resampler's last bits
+    assert rig.reports() == [("started", 1), ("interrupted", 1)]
+    assert len(rig.events("bot-interrupted")) == 1
+
+
+def test_a_voice_that_may_not_be_interrupted_does_not_wait() -> None:
+    rig = Rig(hesitates=False)
+    rig.run(1)
+    rig.speak(1, 2.0)
+    rig.run(1.5)
+    rig.talk.agent(UserSpeech("s", True, False), rig.now_s)
+    rig.run(2)
+    assert rig.events("server-message") == []
+    assert float((np.abs(rig.sound) > 3000).sum()) / 48_000 == pytest.approx(2.0, abs=0.01)
 
 
 def begin_nothing(rig: Rig) -> None:

@@ -12,9 +12,11 @@ import av
 import numpy as np
 import pytest
 from aiortc import RTCPeerConnection, RTCRtpCodecParameters
-from aiortc.mediastreams import VideoStreamTrack
+from aiortc.mediastreams import MediaStreamError, VideoStreamTrack
+from aiortc.rtcrtpparameters import RTCRtpHeaderExtensionParameters, RTCRtpParameters
 from aiortc.rtp import (
     RTCP_RTPFB_NACK,
+    HeaderExtensionsMap,
     RtcpPacket,
     RtcpReceiverInfo,
     RtcpRrPacket,
@@ -23,15 +25,17 @@ from aiortc.rtp import (
     RtpPacket,
 )
 
-from characters_serve.session import rtcp_clock
+from characters_serve.session import arrivals, rtcp_clock
 from characters_serve.session.clock import MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.rate import RateBounds, RateControl
+from characters_serve.session.rate import RateBounds, RateControl, _Probe
 from characters_serve.session.rtcp_clock import (
     adopt_sender,
+    hear_arrivals,
     shorten_jitter_buffer,
 )
 from tests.unit.session_rig import HandClock
+from tests.unit.test_session_arrivals import feedback
 
 
 def picture(slot: int) -> av.VideoFrame:
@@ -64,6 +68,15 @@ def test_keyframes_come_only_when_asked(codec: str) -> None:
     for slot in range(400):
         encoder.encode(picture(slot % 7 + slot), 1200, slot == 200)
     assert encoder.keyframes == 2
+
+
+def test_pictures_that_are_left_out_are_not_made_up_for() -> None:
+    encoder = VideoEncoder("vp8", 24)
+    shown = [slot for slot in range(240) if slot % 40 >= 6]
+    sizes = [sum(map(len, encoder.encode(picture(slot), 600, False))) for slot in shown]
+    # Each second's worth of pictures that are shown.
+    seconds = [8 * sum(sizes[first : first + 24]) / 1000 for first in range(24, 168, 24)]
+    assert max(seconds) < 1.2 * 600
 
 
 def test_one_packet_for_each_20_ms() -> None:
@@ -159,6 +172,90 @@ async def test_repeats_are_few_and_what_is_refused_becomes_a_keyframe(clock: Han
     clock.now_s += 1.5
     assert await video.asked_for([numbers[99]]) == 0
     assert video.sender._keyframe_wanted
+    await video.pc.close()
+
+
+async def test_what_was_lost_before_a_keyframe_is_not_repeated(clock: HandClock) -> None:
+    video = VideoSender()
+    first = video.sender._sequence_number
+    await video.send(10)
+    clock.now_s += 0.1
+    video.sender._keyframe_s = clock.now_s
+    await video.send(10)
+    assert await video.asked_for([(first + 3) % 65_536]) == 0
+    assert not video.sender._keyframe_wanted
+    assert await video.asked_for([(first + 13) % 65_536]) == 1
+    await video.pc.close()
+
+
+async def test_a_probe_repeats_the_newest_packets_each_with_a_number_of_its_own(
+    clock: HandClock,
+) -> None:
+    video = VideoSender()
+    extension = RTCRtpHeaderExtensionParameters(id=5, uri=arrivals.EXTENSION)
+    extensions: HeaderExtensionsMap = video.sender.private("rtp_header_extensions_map")
+    extensions.configure(RTCRtpParameters(headerExtensions=[extension]))
+    video.sender.set_private("rtx_payload_type", 98)
+    await video.send(5)
+    await video.sender._probe()
+    assert len(video.sent) == 5  # none was asked for
+    video.rate._probe = _Probe(kbps=960, began_s=clock.now_s)
+    clock.now_s += 0.031  # 3720 bytes
+    await video.sender._probe()
+    packets = [RtpPacket.parse(data, extensions) for data in video.sent]
+    assert [packet.extensions.transport_sequence_number for packet in packets] == list(range(8))
+    newest = [packet.sequence_number for packet in packets[4:1:-1]]
+    assert [int.from_bytes(packet.payload[:2]) for packet in packets[5:]] == newest
+    assert {packet.payload_type for packet in packets[5:]} == {98}
+    await video.pc.close()
+
+
+async def test_feedback_reaches_the_rate_and_the_rest_of_its_datagram_the_sender(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video = VideoSender()
+    heard: list[tuple[int, list[float | None]]] = []
+    monkeypatch.setattr(
+        video.rate, "arrived", lambda now_s, first, times_s: heard.append((first, times_s))
+    )
+    rest: list[bytes] = []
+
+    async def handle(data: bytes) -> None:
+        rest.append(data)
+
+    transport: Any = video.sender.transport
+    transport._handle_rtcp_data = handle
+    hear_arrivals(video.sender)
+    report = bytes(RtcpRrPacket(ssrc=1, reports=[]))
+    news = feedback(7, [4, None], reference=1, vectors=False)
+    await transport._handle_rtcp_data(report + news)
+    await transport._handle_rtcp_data(news)
+    assert heard == [(7, [0.065, None])] * 2
+    assert rest == [report]
+    await video.pc.close()
+
+
+async def test_a_picture_is_left_out_while_the_queue_drains(clock: HandClock) -> None:
+    video = VideoSender()
+    pauses = iter([False, True, True, False])
+    video.rate.pauses = lambda now_s: next(pauses)  # type: ignore[method-assign]
+    pictures = iter([picture(slot) for slot in range(4)])
+
+    class Track:
+        def stop(self) -> None: ...
+
+        async def recv(self) -> av.VideoFrame:
+            try:
+                return next(pictures)
+            except StopIteration:
+                raise MediaStreamError from None
+
+    video.sender.set_private("track", Track())
+    codec = RTCRtpCodecParameters(mimeType="video/VP8", clockRate=90_000, payloadType=97)
+    with pytest.raises(MediaStreamError):
+        await video.sender._run_video(codec)
+    times = {RtpPacket.parse(data).timestamp for data in video.sent}
+    assert len(times) == 2 and max(times) - min(times) in (3 * 3750, 2**32 - 3 * 3750)
     await video.pc.close()
 
 

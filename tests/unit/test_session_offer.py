@@ -9,6 +9,7 @@ import time
 import pytest
 
 from characters_serve.config import DeliveryConfig
+from characters_serve.session import arrivals
 from characters_serve.session.clock import MediaClock
 from characters_serve.session.offer import MAX_OFFER_BYTES, OfferRefused, check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
@@ -119,3 +120,20 @@ async def test_an_offer_without_a_common_codec_is_refused() -> None:
     with pytest.raises(OfferRefused, match="negotiated"):
         await peer.answer(check_offer(sdp.replace("opus/48000", "speex/48000")))
     assert peer._pc.connectionState == "closed"
+
+
+async def test_a_client_that_can_tell_arrivals_is_asked_for_them() -> None:
+    sdp = await real_offer()
+    before, video = sdp.split("m=video", 1)
+    payload_types = video.split("\r\n", 1)[0].split()[2:]
+    telling = "".join(f"a=rtcp-fb:{kind} transport-cc\r\n" for kind in payload_types)
+    telling += f"a=extmap:9 {arrivals.EXTENSION}\r\n"
+    mid = video[video.index("a=mid") :].split("\r\n", 1)[0] + "\r\n"
+    plain = check_offer(sdp)
+    able = check_offer(before + "m=video" + video.replace(mid, mid + telling, 1))
+    for offer, count in ((plain, 0), (able, 1)):
+        peer = make_peer()
+        answer = await peer.answer(offer)
+        await peer.close()
+        assert answer.count(f"a=extmap:9 {arrivals.EXTENSION}") == count
+        assert (answer.count(" transport-cc") > 0) == (count > 0)

@@ -345,6 +345,62 @@ def test_barge_in_silences_within_30_ms_and_the_picture_goes_on(at: int) -> None
     assert ends[0].played_ms == pytest.approx(min(handed_out / 48, 2000 / 3))
 
 
+@settings(max_examples=25, deadline=None)
+@given(at=st.integers(60, 330))
+def test_what_waits_in_vain_goes_on_from_a_little_before_and_loses_nothing(at: int) -> None:
+    rig = Rig(4)
+    for index in range(4):
+        rig.give(chunk(index, utterance_id=1, offset_ms=index * 1000 / 6))
+    rig.start()
+    rig.run(at)
+    assert rig.playout.wait()
+    assert not rig.playout.wait()  # once is enough
+    rig.run(700 - at)
+    assert len(rig.of("resumed")) == 1
+    shown = [int(name) for name in rig.pictures]
+    back = next(n for n in range(1, len(shown)) if shown[n] < shown[n - 1])
+    assert shown[back - 1] - shown[back] == 2  # three pictures again
+    assert shown[:back] == sorted(shown[:back])
+    assert shown[back : back + 16 - shown[back]] == list(range(shown[back], 16))
+    assert 6 <= shown[:back].count(shown[back - 1]) <= 7
+    # Each frame sounds for its whole length, its fades aside.
+    for frame in range(16):
+        assert (rig.sound == 1000 + frame).sum() >= SLOT - 2 * CUT_FADE_SAMPLES
+    assert np.abs(np.diff(rig.sound.astype(np.int32))).max() <= 12  # no click
+
+
+@settings(max_examples=25, deadline=None)
+@given(at=st.integers(60, 330), wait=st.integers(0, 110))
+def test_an_interruption_ends_the_wait_and_nothing_sounds_again(at: int, wait: int) -> None:
+    rig = Rig(4)
+    for index in range(4):
+        rig.give(chunk(index, utterance_id=1, offset_ms=index * 1000 / 6, level=9000))
+    rig.start()
+    rig.run(at)
+    rig.playout.wait()
+    rig.run(wait)
+    rig.playout.interrupt(1, 1)
+    handed_out = len(rig.packets) * 960
+    rig.run(600 - at - wait)
+    assert not rig.sound[handed_out + 480 :].any()
+    assert np.abs(np.diff(rig.sound[9600:].astype(np.int32))).max() <= 60
+    assert [event.kind for event in rig.events] == ["started", "voiced", "interrupted"]
+    names = list(dict.fromkeys(rig.pictures))
+    assert names == [str(frame) for frame in range(16)], "the picture goes on"
+
+
+def test_only_speech_that_goes_on_waits() -> None:
+    rig = Rig(2)
+    rig.give(chunk(0, utterance_id=1, last=True, speech=3000))
+    rig.give(chunk(1))
+    assert not rig.playout.wait()  # nobody listens yet
+    rig.start()
+    rig.run(5)
+    assert rig.playout.wait()
+    rig.run(200)
+    assert not rig.playout.wait()
+
+
 def test_after_a_barge_in_the_next_utterance_plays_whole() -> None:
     rig = Rig(4)
     for index in range(4):

@@ -15,7 +15,6 @@ from characters_serve.session.counters import Counters
 from characters_serve.session.degrade import WARMUP_CHUNKS, DegradeLadder
 from characters_serve.session.lifecycle import Changed, EndingSoon, Lifecycle, Limits, Over
 from characters_serve.session.microphone import Microphone, loudness
-from characters_serve.session.rate import RateBounds, RateControl, Resending
 
 LIMITS = Limits(
     max_duration_s=600,
@@ -148,128 +147,6 @@ def test_relapses_wait_longer_each_time() -> None:
         waits.append(now_s - start_s)
         now_s += 1.0
     assert waits == pytest.approx([5, 10, 20, 40], abs=0.2)
-
-
-# ---------------------------------------------------------------- rate
-
-
-def rate() -> RateControl:
-    return RateControl(RateBounds(1200, 300, 3000))
-
-
-class Network:
-    """A receiver behind a link of that many kbit/s that queues for 0.1 s, then drops.
-
-    random_loss is what it loses besides. It reports `reports_hz` times a second.
-    """
-
-    PACKETS_HZ = 120
-
-    def __init__(
-        self, control: RateControl, *, kbps: float = 1e6, random_loss: float = 0.0, rtt_s: float
-    ) -> None:
-        self.control = control
-        self.kbps = kbps
-        self.random_loss = random_loss
-        self.rtt_s = rtt_s
-        self.rates: list[int] = []
-        self.lost_in: list[int] = []  # packets, in each second
-        self._queued_s = 0.0
-        self._number = 0
-        self._lost = 0
-        self._random = np.random.default_rng(1)
-
-    def run(self, seconds: int, reports_hz: int = 1) -> None:
-        for _ in range(seconds):
-            lost_before = self._lost
-            for tick in range(self.PACKETS_HZ):
-                self._packet()
-                if tick % (self.PACKETS_HZ // reports_hz) == 0:
-                    now_s = self._number / self.PACKETS_HZ
-                    rtt_s = self.rtt_s + self._queued_s
-                    self.control.report(now_s, self._lost, self._number, rtt_s)
-            self.rates.append(self.control.kbps)
-            self.lost_in.append(self._lost - lost_before)
-
-    def _packet(self) -> None:
-        bits = self.control.kbps * 1000 / self.PACKETS_HZ
-        self.control.sent(round(bits / 8))
-        self._number += 1
-        self._queued_s = max(0.0, self._queued_s - 1 / self.PACKETS_HZ)
-        if self._random.random() < self.random_loss or self._queued_s > 0.1:
-            self._lost += 1
-        else:
-            self._queued_s += bits / (self.kbps * 1000)
-
-
-def test_a_low_first_remb_on_a_good_network_is_ignored() -> None:
-    control = rate()
-    control.remb(138_000)
-    Network(control, rtt_s=0.03).run(60)
-    assert control.kbps == 3000
-
-
-def test_loss_and_delay_bring_the_rate_down_within_its_bounds() -> None:
-    control = rate()
-    Network(control, rtt_s=0.03, random_loss=0.3).run(60)
-    assert control.kbps == 300
-    control = rate()
-    control.remb(800_000)
-    network = Network(control, rtt_s=0.03)
-    network.run(2)
-    network.rtt_s = 0.4
-    network.run(10)
-    assert control.kbps <= 800
-
-
-def test_a_full_link_is_left_at_once_and_seldom_tried_again() -> None:
-    for kbps in (900, 600):
-        network = Network(rate(), kbps=kbps, rtt_s=0.03)
-        network.run(120)
-        assert network.rates[4] < kbps
-        assert max(network.lost_in[4:]) <= 30  # a trial is noticed within a second or two
-        assert sum(rate > kbps for rate in network.rates[4:]) <= 12
-        assert np.median(network.rates) >= 0.5 * kbps
-
-
-def test_a_link_that_has_become_wide_is_used() -> None:
-    network = Network(rate(), kbps=600, rtt_s=0.03)
-    network.run(10)
-    network.kbps = 1e6
-    network.run(60)
-    assert network.rates[-1] == 3000
-
-
-def test_moderate_loss_that_no_queue_causes_leaves_the_rate_alone() -> None:
-    # Under loss a browser reports with each request: most reports are about a few packets.
-    network = Network(rate(), rtt_s=0.03, random_loss=0.05)
-    network.run(60, reports_hz=30)
-    assert min(network.rates) == 1200
-
-
-def test_the_encoder_is_changed_every_second_at_most_and_raised_every_three() -> None:
-    network = Network(rate(), rtt_s=0.03)
-    network.run(30)
-    network.random_loss = 0.5
-    network.run(30, reports_hz=30)
-    changed = [n for n in range(1, 60) if network.rates[n] != network.rates[n - 1]]
-    raised = [n for n in changed if network.rates[n] > network.rates[n - 1]]
-    assert len(raised) >= 2 and min(np.diff(raised)) >= 3
-    assert network.rates[-1] == 300 and min(np.diff(changed)) >= 1
-
-
-def test_repeats_have_a_share_of_the_rate() -> None:
-    resending = Resending()
-    allowed = sum(resending.allows(now / 1000, 1200, 1000) for now in range(10_000))
-    assert allowed * 1200 * 8 / 10 / 1000 == pytest.approx(0.3 * 1000, rel=0.1)
-    assert not resending.allows(10.0, 24_001, 1000)
-
-
-def test_what_is_old_or_on_its_way_is_not_repeated() -> None:
-    assert Resending.is_late(10.0, 8.9) and not Resending.is_late(10.0, 9.2)
-    assert Resending.is_underway(10.0, 9.95, 0.1)
-    assert not Resending.is_underway(10.0, 9.9, 0.1)
-    assert not Resending.is_underway(10.0, 9.97, None)
 
 
 # ---------------------------------------------------------------- microphone
