@@ -33,6 +33,7 @@ from characters_serve.model.dit import (
 )
 from characters_serve.model.fp8 import Fp8Linear, input_scale
 from characters_serve.model.kv_cache import FusedRingCache, KVCache
+from characters_serve.model.ring_writer import QueryKeyNorm
 
 _ROW_MULTIPLE = 16
 
@@ -127,9 +128,8 @@ class FusedMixer:
 
     def __call__(self, index: int, cache_index: int, projected: Tensor) -> Tensor:
         block, rows = self._blocks[index], projected[0]
-        attended = self._cache.attend_projected(
-            index, cache_index, rows, block.q_norm.weight, block.k_norm.weight, NORM_EPS
-        )
+        norm = QueryKeyNorm(block.q_norm.weight, block.k_norm.weight, NORM_EPS)
+        attended = self._cache.attend_projected(index, cache_index, rows, norm)
         mlp = rows[:, self._qkv_columns :]
         gelu_quant(attended, mlp, self._scales[index], self._out, self._saturated)
         return self._out[None]
