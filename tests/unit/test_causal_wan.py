@@ -209,7 +209,10 @@ def test_scores_depend_on_distances_however_late_it_is() -> None:
     q, k = (drawn((1, ROWS * COLUMNS, 2, 24), seed) for seed in (1, 2))
 
     def scores(at: int) -> Tensor:
-        queries, keys = rotate(q, positions.of(range(at + 7, at + 8))), rotate(k, positions.of(range(at, at + 1)))
+        queries, keys = (
+            rotate(q, positions.of(range(at + 7, at + 8))),
+            rotate(k, positions.of(range(at, at + 1))),
+        )
         return torch.einsum("bqhd,bkhd->bhqk", queries, keys)
 
     close(scores(1_000_000), scores(0))

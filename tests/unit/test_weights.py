@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from characters_serve.config import ModelConfig
 from characters_serve.model import weights
 from characters_serve.model.dit import CharacterDiT
-from characters_serve.model.linear import ColumnParallelLinear, RowParallelLinear
+from characters_serve.model.linear import cuts_of
 from characters_serve.model.shard import deal
 from characters_serve.model.weights import (
     WeightsError,
@@ -177,10 +177,7 @@ def shard_of(model: ModelConfig, rank: int, size: int, dtype: torch.dtype) -> Ch
 
 def assert_is_part_of(shard: CharacterDiT, whole: CharacterDiT) -> None:
     """Every tensor of the shard is the whole one, or exactly its cut of it."""
-    parts, cuts = shard.state_dict(), {}
-    for path, module in shard.named_modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            cuts[f"{path}.weight"] = module.cut
+    parts, cuts = shard.state_dict(), cuts_of(shard)
     assert len(cuts) == 2 * SHARED.num_blocks
     for key, value in whole.state_dict().items():
         if key in cuts:

@@ -50,9 +50,7 @@ class LatentPositions:
 
     def of(self, times: range) -> Tensor:
         """One time for each latent -> float32 (latents x tokens, D/2)."""
-        at = torch.arange(
-            times.start, times.stop, dtype=torch.float64, device=self._time.device
-        )
+        at = torch.arange(times.start, times.stop, dtype=torch.float64, device=self._time.device)
         time = (at[:, None] * self._time)[:, None].expand(-1, len(self._place), -1)
         place = self._place.expand(len(at), -1, -1)
         angles = torch.cat([time, place], dim=-1).flatten(0, 1)
