@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,10 +38,8 @@ def config_of(family: str) -> ModelConfig:
     return TALKER if family == "live_avatar" else model_of("chunks")
 
 
-def of_rank(
-    family: str, folder: Path, rank: int, size: int, all_reduce: AllReduce
-) -> TalkerStream | CausalWan:
-    """From the checkpoint in folder/family."""
+def of_rank(family: str, folder: Path, rank: int, size: int, all_reduce: AllReduce) -> Any:
+    """A generator, from the checkpoint in folder/family."""
     model = config_of(family).model_copy(update={"weights": str(folder / family)})
     shard = deal(model, size)[rank]
 
@@ -62,7 +61,7 @@ def sessions(folder: Path, rank: int, size: int, all_reduce: AllReduce) -> dict[
     return {
         f"{family} {name}": stream(
             Denoiser(
-                of_rank(family, folder, rank, size, all_reduce),  # type: ignore[arg-type]
+                of_rank(family, folder, rank, size, all_reduce),
                 config_of(family),
                 flags,
             ),
