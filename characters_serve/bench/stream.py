@@ -21,7 +21,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -160,19 +160,23 @@ class Decoder:
             self._thread.shutdown()
 
 
-def session(member: Member, decoder: Decoder) -> Iterator[Chunk]:
+def session(member: Member, decoder: Decoder) -> Generator[Chunk]:
     """Chunks of a new session for ever; each is decoded while the next one is denoised."""
     decoder.start(member.image_rgb)
     member.lead(Order.MESSAGE)
     waiting: Callable[[], Chunk] | None = None
-    while True:
-        began_s = time.perf_counter()
-        latent = member.lead(Order.STEP)
-        assert latent is not None
-        following = decoder.submit(latent, began_s, time.perf_counter())
+    try:
+        while True:
+            began_s = time.perf_counter()
+            latent = member.lead(Order.STEP)
+            assert latent is not None
+            before, waiting = waiting, decoder.submit(latent, began_s, time.perf_counter())
+            if before is not None:
+                yield before()
+    finally:
+        # The next session's frames must not meet this one's.
         if waiting is not None:
-            yield waiting()
-        waiting = following
+            waiting()
 
 
 def first_frame_ms(member: Member, decoder: Decoder) -> tuple[float, float]:
@@ -191,15 +195,15 @@ def first_frame_ms(member: Member, decoder: Decoder) -> tuple[float, float]:
 
 def sustained(member: Member, decoder: Decoder, warm_up: int, seconds: float) -> list[Chunk]:
     """The chunks of `seconds`, after as many as fill the window and a share to settle."""
-    chunks = session(member, decoder)
-    for _ in range(warm_up):
-        next(chunks)
     found: list[Chunk] = []
-    started_s = time.perf_counter()
-    while (elapsed_s := time.perf_counter() - started_s) < seconds or len(found) < 2:
-        chunk = next(chunks)
-        if elapsed_s >= seconds * _SETTLE_SHARE:
-            found.append(chunk)
+    with contextlib.closing(session(member, decoder)) as chunks:
+        for _ in range(warm_up):
+            next(chunks)
+        started_s = time.perf_counter()
+        while (elapsed_s := time.perf_counter() - started_s) < seconds or len(found) < 2:
+            chunk = next(chunks)
+            if elapsed_s >= seconds * _SETTLE_SHARE:
+                found.append(chunk)
     return found
 
 

@@ -50,11 +50,14 @@ if [ "$gpus" -lt 2 ]; then
     --config configs/plain.yaml
   stream live_avatar_plain 80 live-avatar-14b --config configs/plain.yaml
 else
-  stream live_avatar_tp2_taehv 150 live-avatar-14b --set engine.tensor_parallel=2 \
-    --set model.decoder=taehv
-  stream live_avatar_tp2 150 live-avatar-14b --set engine.tensor_parallel=2
+  tp2=(--set engine.tensor_parallel=2 --set model.decoder=taehv)
+  stream live_avatar_tp2_taehv 140 live-avatar-14b "${tp2[@]}"
+  # Nothing is decoded while a step runs: what the two ranks do by themselves.
+  stream live_avatar_tp2_steps 110 live-avatar-14b "${tp2[@]}" \
+    --set optimizations.dedicated_decoder=false
   stream ti2v_5b_frame_wise_wan22 80 longlive-5b "${frame_wise[@]}"
-  stream live_avatar_decoder_apart 120 live-avatar-14b
+  stream live_avatar_decoder_apart 100 live-avatar-14b
+  stream live_avatar_tp2_wan21 110 live-avatar-14b --set engine.tensor_parallel=2
 fi
 "$python" - "$out" <<'PYTHON'
 import json

@@ -24,10 +24,9 @@ FILM = small_causal_wan.causal_wan(
 FAST = dict.fromkeys(("fp8_gemm", "fp8_kv_cache", "fused_pre_attention", "fused_norm_quant"), True)
 
 
-@pytest.mark.parametrize(("ranks", "dedicated"), [(1, False), (2, True)])
-def test_a_films_figures_and_their_origin(ranks: int, dedicated: bool) -> None:
-    result = measured(FILM, ranks, dedicated)
-    assert result["tensor_parallel"] == ranks and result["decoder_overlapped"] == dedicated
+def test_a_films_figures_and_their_origin() -> None:
+    result = measured(FILM, 2, dedicated=True)
+    assert result["tensor_parallel"] == 2 and result["decoder_overlapped"] is True
     assert result["passes"] == 5 and result["frames_per_chunk"] == 4
     assert 0 < result["session_ready_ms"] < result["first_frame_ms"]
     # A chunk is shown after its step and its decoding.
@@ -40,7 +39,8 @@ def test_a_films_figures_and_their_origin(ranks: int, dedicated: bool) -> None:
 
 def test_a_talkers_stream_is_timed() -> None:
     pytest.importorskip("transformers", reason="the extra `open` is not installed")
-    result = measured(TALKER, 1, dedicated=True)
+    result = measured(TALKER, 1, dedicated=False)
+    assert result["decoder_overlapped"] is False
     assert result["passes"] == 4 and result["fps_needed"] == 25 and result["fps"] > 0
 
 
