@@ -98,6 +98,11 @@ class Member:
         self.packed.upload()
         return self.step()
 
+    def leave(self) -> None:
+        """Ends its use, in this order: the captured step holds collectives of the group."""
+        self.denoiser.release()
+        self.ranks.leave()
+
     def follow(self) -> None:
         """Any other rank: sessions and steps, until rank 0 has nothing more to do."""
         while (order := self.ranks.take(self.packed.host)) is not Order.IDLE:
@@ -111,7 +116,7 @@ class Member:
 def _follow(config_json: str, folder: Path, rank: int) -> None:
     member = Member(Config.model_validate_json(config_json), folder, rank)
     member.follow()
-    member.ranks.leave()
+    member.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +239,7 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         ready_ms, first_ms = first_frame_ms(member, decoder)
         decoder.close()
         member.ranks.give(Order.IDLE, member.packed.host)
-        member.ranks.leave()
+        member.leave()
         for follower in followers:
             follower.join(_ENDS_S)
     result = {

@@ -262,6 +262,13 @@ def test_a_chunk_that_wraps_is_refused_where_one_kernel_writes_it() -> None:
         stream(denoiser("odd window", flags(*FUSED)), 3)
 
 
+def test_sums_of_the_characters_own_block_are_refused() -> None:
+    for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
+        two = ["engine.tensor_parallel=2", f"optimizations.{flag}=true"]
+        with pytest.raises(ConfigError, match=f"{flag}: not for family live_avatar"):
+            load_config([CONFIGS / "live-avatar-14b.yaml"], two)
+
+
 @pytest.mark.parametrize(
     "name", ["live-avatar-14b", "self-forcing-1.3b", "causal-forcing-1.3b", "longlive-5b"]
 )
