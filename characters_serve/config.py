@@ -576,8 +576,7 @@ class Config(Frozen):
                 f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
                 "begins at the first noise level and is remembered at the last"
             )
-        if self.model.family != "characters":
-            self._check_open_family()
+        self._check_open_family()
         try:
             deal(self.model, self.engine.tensor_parallel)
         except ValueError as error:
@@ -591,25 +590,26 @@ class Config(Frozen):
         return self
 
     def _check_open_family(self) -> None:
-        """Raises for what only the characters family has so far."""
-        family = self.model.family
-        if self.engine.tensor_parallel > 1:
-            raise ValueError(f"engine.tensor_parallel: family {family} runs on one rank")
-        for flag in _CHARACTERS_ONLY:
-            if getattr(self.optimizations, flag):
-                raise ValueError(f"optimizations.{flag}: family {family} has only the plain path")
+        own, model = self.model.causal_wan, self.model
+        if model.family != "characters":
+            for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
+                if getattr(self.optimizations, flag):
+                    raise ValueError(f"optimizations.{flag}: not for family {model.family} so far")
+        if own is None or not self.optimizations.fused_pre_attention:
+            return
+        before = 1 if own.start == "image" else 0
+        turning = own.window_latents - own.sink_latents
+        if turning % model.latents_per_chunk or (before - own.sink_latents) % (
+            model.latents_per_chunk
+        ):
+            raise ValueError(
+                "optimizations.fused_pre_attention: its kernel writes a chunk in one run, so "
+                "causal_wan's sink_latents (less one that an image is) and window_latents must be "
+                f"multiples of latents_per_chunk, {model.latents_per_chunk}"
+            )
 
 
 _CUDA_ONLY = ("cuda_graphs", "fused_gemm_all_reduce", "two_shot_all_reduce")
-
-_CHARACTERS_ONLY = (
-    "fp8_gemm",
-    "fp8_kv_cache",
-    "fused_pre_attention",
-    "fused_norm_quant",
-    "compile",
-    "cuda_graphs",
-)
 
 
 class ConfigError(ValueError):

@@ -318,25 +318,39 @@ def _model_memory(config: Config) -> Finding:
     from characters_serve.model.kv_cache import make_cache
     from characters_serve.model.open.causal_wan import CausalWan
     from characters_serve.model.open.live_avatar import LiveAvatar
+    from characters_serve.model.open.wan import WanNetwork
+    from characters_serve.model.shard import deal, narrow
 
     model = config.model
-    kind = LiveAvatar if model.family == "live_avatar" else CausalWan
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in kind(model).parameters())
     try:
         device, dtype = choose_device(config.engine)
     except ValueError:
         device, dtype = torch.device("cpu"), torch.bfloat16
-    cache = make_cache(model, config.optimizations, device="meta", dtype=dtype)
+    shard = deal(model, config.engine.tensor_parallel)[0]
+    network: WanNetwork
+    with torch.device("meta"):
+        if model.family == "live_avatar":
+            network = LiveAvatar(model, shard)
+        else:
+            network = CausalWan(model, None, shard)
+    loaded = weights = sum(map(torch.numel, network.parameters())) * dtype.itemsize
+    if config.optimizations.fp8_gemm:
+        matrices = (getattr(module, name).weight for module, name in network.projections())
+        weights -= sum(map(torch.numel, matrices)) * (dtype.itemsize - 1)
+    # Its size alone: attention in FP8 would ask for the GPU.
+    stored = torch.float8_e4m3fn if config.optimizations.fp8_kv_cache else dtype
+    flags = config.optimizations.model_copy(update={"fp8_kv_cache": False})
+    cache = make_cache(narrow(model, shard), flags, device="meta", dtype=stored)
     held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
     cached = sum(value.numel() * value.element_size() for value in held)
-    needed = weights * dtype.itemsize + cached
+    needed = max(loaded, weights + cached)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = psutil.virtual_memory().total
+    a_rank = " on each GPU" if config.engine.tensor_parallel > 1 else ""
     words = (
-        f"{weights * dtype.itemsize / 1e9:.0f} GB of weights and {cached / 1e9:.0f} GB of cache; "
+        f"{weights / 1e9:.0f} GB of weights and {cached / 1e9:.0f} GB of cache{a_rank}; "
         f"{there / 1e9:.0f} GB on {'the GPU' if device.type == 'cuda' else 'this machine, no GPU'}"
     )
     return Finding("model's memory", words, needed < there)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from characters_serve.config import Config, ModelConfig
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.generator import load_family, load_prompt

@@ -22,7 +22,7 @@ import torch
 
 from characters_serve.bench.origin import commit, report
 from characters_serve.config import Config, ConfigError, Decoder, ModelConfig, load_config
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.device import choose_device
 
 

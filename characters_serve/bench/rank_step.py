@@ -26,6 +26,7 @@ from characters_serve.engine.device import choose_device
 from characters_serve.model.attention import attention
 from characters_serve.model.dit import CharacterDiT, useful_flops_per_step
 from characters_serve.model.kv_cache import FusedRingCache, KVCache, make_cache
+from characters_serve.model.ring_writer import QueryKeyNorm
 from characters_serve.model.shard import deal, narrow
 from characters_serve.model.weights import load_generator
 
@@ -307,7 +308,8 @@ def _attend(
     weight: Tensor,
 ) -> None:
     if isinstance(cache, FusedRingCache):
-        cache.attend_projected(index, cached, projected[0], weight, weight, 1e-6)
+        norm = QueryKeyNorm(weight, weight, 1e-6)
+        cache.attend_projected(index, cached, projected[0], norm)
     else:
         cache.attend(index, cached, q, k, v)
 

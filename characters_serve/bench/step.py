@@ -22,7 +22,7 @@ import torch
 
 from characters_serve.bench.origin import commit, device_name, report
 from characters_serve.config import Config, load_config
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.generator import load_family, load_prompt

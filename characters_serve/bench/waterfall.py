@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from characters_serve.bench import gemm_all_reduce, kernels
+from characters_serve.bench import gemm_all_reduce, kernels, stream
 from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.picture import draw_waterfall
 from characters_serve.bench.rank_step import (
@@ -127,7 +127,8 @@ def _row(bar: dict[str, Any]) -> str:
 
 
 def main(what: str, arguments: Sequence[str]) -> int:
-    """what: step (the plain path and the configuration's own flags), waterfall, or kernels."""
+    """what: step (the plain path and the configuration's own flags; of an open model its stream,
+    decoding included), waterfall, or kernels."""
     parser = argparse.ArgumentParser(prog=f"characters bench {what}")
     parser.add_argument("--config", type=Path, action="append", default=[])
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
@@ -145,6 +146,10 @@ def main(what: str, arguments: Sequence[str]) -> int:
         parser.add_argument("--sweep-seconds", type=float, default=0.0, help="of --op's plans")
     options = parser.parse_args(arguments)
     config = load_config(options.config, options.set)
+    if config.model.family != "characters":
+        if what != "step" or options.shard_of != 1:
+            parser.error(f"family {config.model.family} is timed by `bench step`, as a whole")
+        return stream.run(config, options)
     if what == "kernels":
         if options.op == "gemm_all_reduce":
             return gemm_all_reduce.run(config, options)

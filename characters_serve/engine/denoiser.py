@@ -6,7 +6,8 @@ the session's prefix. Knows nothing of processes or pixels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,17 @@ from torch import Tensor, nn
 from characters_kernels.saturation import SaturationMonitor
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.engine.step_graph import StepGraph
-from characters_serve.model.dit import CharacterDiT, StepCondition
-from characters_serve.model.fp8 import calibrating, convert_projections
-from characters_serve.model.kv_cache import FusedRingCache, KVCache, make_cache
+from characters_serve.engine.step_input import window_samples
+from characters_serve.model.dit import CharacterDiT
+from characters_serve.model.fp8 import calibrating, convert_projections, forget_scales
+from characters_serve.model.kv_cache import FusedCache, KVCache, make_cache
+from characters_serve.model.open.steady import WanSteadyPass
+from characters_serve.model.open.wan import WanNetwork
 from characters_serve.model.shard import narrow
 from characters_serve.model.steady import SteadyPass
+
+Pass = Callable[[Tensor, Any, Any, int], Tensor]
+"""(noisy chunk, modulation, condition, cache index) -> the clean chunk."""
 
 
 class Generator(Protocol):
@@ -28,6 +35,10 @@ class Generator(Protocol):
     A session's text, a step's condition and a level's modulation are the family's own; the engine
     keeps them and hands them back.
     """
+
+    @property
+    def network(self) -> CharacterDiT | WanNetwork:
+        """The part that the passes run through; of a tensor-parallel rank, its shard."""
 
     def write_prefix(self, image: Tensor, cache: KVCache, prompt: Tensor | None) -> Any:
         """Begins a session: fills the cache's prefix from the image, float (B, 3, H, W) in [0, 1],
@@ -80,30 +91,26 @@ class Denoiser:
         self._device, self._dtype = weight.device, weight.dtype
         self._monitor = SaturationMonitor(self._device)
         saturated = self._monitor.counter
-        of_this_rank = config
-        if isinstance(model, CharacterDiT):
-            of_this_rank = narrow(config, model.shard)
-            if optimizations.fp8_gemm:
-                convert_projections(model, saturated)
+        self._network = network = model.network
+        if optimizations.fp8_gemm:
+            convert_projections(network, saturated)
         self._cache = make_cache(
-            of_this_rank,
+            narrow(config, network.shard),
             optimizations,
             batch=batch,
             device=self._device,
             dtype=self._dtype,
             saturated=saturated,
         )
-        self._pass = (
-            SteadyPass(model, optimizations, self._cache, saturated)
-            if isinstance(model, CharacterDiT)
-            else self._whole_pass
-        )
+        self._plain_chunks = 0 if isinstance(network, CharacterDiT) else _plain_chunks(config)
+        self._pass = self._make_pass(optimizations, saturated)
         self._kept: dict[float, Any] | None = {} if optimizations.precomputed_modulation else None
         self._prompt = prompt
         self._session: Any = None
         self._chunks = 0
         self._generator = torch.Generator(device=self._device)
-        self._graph = self._make_graph() if optimizations.cuda_graphs else None
+        self._captures = optimizations.cuda_graphs
+        self._graph: StepGraph | None = None
         self.eager_steps = 0
 
     @property
@@ -119,9 +126,12 @@ class Denoiser:
             image = image.permute(2, 0, 1)[None] / 255
         self._generator.manual_seed(seed)
         prompt = self._prompt if prompt is None else prompt
-        with calibrating(self._model.modules()):
+        forget_scales(self._network.modules())
+        with calibrating(self._network.modules()):
             self._session = self._model.write_prefix(image.to(self._device), self._cache, prompt)
-        if self._graph is not None and isinstance(self._cache, FusedRingCache):
+        if self._captures and isinstance(self._cache, FusedCache):
+            if self._graph is None:
+                self._graph = self._make_graph()
             self._graph.capture(self._cache.prefix_length, self._cache.as_if_full())
             self._monitor.reset()
 
@@ -134,16 +144,21 @@ class Denoiser:
     @torch.no_grad()
     def denoise(self, condition: Any, passes: int, noise: Tensor | None = None) -> Tensor:
         """condition: of the model; noise: (B, V, C), drawn if None -> (B, V, C) float32."""
-        if noise is None:
-            noise = self._draw()
         levels = self._levels(passes)
+        noises = [self._draw() if noise is None else noise]
+        if self._config.redraw_noise:
+            noises += [self._draw() for _ in levels[1:]]
         self._cache.begin_step()
         self._chunks += 1
         if self._graph is not None and self._is_steady(levels):
-            clean = self._graph(noise, condition)
+            clean = self._graph(noises, condition)
+        elif self._chunks <= self._plain_chunks:
+            self.eager_steps += self._graph is not None
+            with calibrating(self._network.modules()):
+                clean = self._run_passes(self._whole_pass, noises, condition, levels)
         else:
             self.eager_steps += self._graph is not None
-            clean = self._run_passes(noise, condition, levels)
+            clean = self._run_passes(self._pass, noises, condition, levels)
         self._monitor.request()
         return clean
 
@@ -160,18 +175,31 @@ class Denoiser:
         if self._graph is not None:
             self._graph.release()
 
-    def _run_passes(self, noise: Tensor, condition: Any, levels: list[tuple[int, float]]) -> Tensor:
-        noisy = noise * levels[0][1]
+    def _run_passes(
+        self, run: Pass, noises: list[Tensor], condition: Any, levels: list[tuple[int, float]]
+    ) -> Tensor:
+        """noises: the chunk's own, and, where each pass has noise of its own, those."""
+        noisy = noises[0] * levels[0][1]
         following = [level for _, level in levels[1:]]
-        for (index, level), next_level in zip(levels, [*following, None], strict=True):
-            clean = self._pass(noisy, self._modulation(level), condition, index).float()
+        for number, ((index, level), next_level) in enumerate(
+            zip(levels, [*following, None], strict=True), start=1
+        ):
+            clean = run(noisy, self._modulation(level), condition, index).float()
             if next_level is not None:
-                if self._config.redraw_noise:
-                    noise = self._draw()
+                noise = noises[number] if self._config.redraw_noise else noises[0]
                 noisy = self._model.renoise(clean, noisy, noise, level, next_level)
         if self._config.cache_policy == "clean_pass":
-            self._pass(clean, self._modulation(0.0), condition, 0)
+            run(clean, self._modulation(0.0), condition, 0)
         return clean
+
+    def _make_pass(self, optimizations: Optimizations, saturated: Tensor) -> Pass:
+        network = self._network
+        if isinstance(network, CharacterDiT):
+            return SteadyPass(network, optimizations, self._cache, saturated)
+        fused = optimizations.fused_norm_quant or optimizations.fused_pre_attention
+        if fused or optimizations.compile:
+            return WanSteadyPass(network, optimizations, self._cache, saturated)
+        return self._whole_pass
 
     def _whole_pass(
         self, noisy: Tensor, modulation: Any, condition: Any, cache_index: int
@@ -184,31 +212,38 @@ class Denoiser:
 
     def _is_steady(self, levels: list[tuple[int, float]]) -> bool:
         """A full window and all passes: the one shape that is captured."""
-        full = isinstance(self._cache, FusedRingCache) and self._cache.is_full
+        full = isinstance(self._cache, FusedCache) and self._cache.is_full
         return full and len(levels) == len(self._config.noise_levels)
 
-    @torch.no_grad()
     def _make_graph(self) -> StepGraph:
         config = self._config
-        levels = self._levels(len(config.noise_levels))
+        levels = self._steady_levels(len(config.noise_levels))
         noise = torch.zeros(
             self._batch, config.video_tokens, config.token_channels, device=self._device
         )
-        rows = 1 + config.audio_tokens + config.control_tokens
-        given = torch.zeros(self._batch, rows, config.dim, device=self._device, dtype=self._dtype)
+        count = len(levels) if config.redraw_noise else 1
+        window = torch.zeros(self._batch, window_samples(config), device=self._device)
+        controls = torch.zeros(
+            self._batch, config.frames_per_chunk, config.num_controls, device=self._device
+        )
+        condition = self._model.condition(window, controls, self._session)
 
-        def run(noise: Tensor, condition: StepCondition) -> Tensor:
-            return self._run_passes(noise, condition, levels)
+        def run(noises: list[Tensor], condition: Any) -> Tensor:
+            return self._run_passes(self._pass, noises, condition, levels)
 
-        return StepGraph(run, noise, StepCondition(given[:, 1:], given[:, :1]))
+        return StepGraph(run, [noise] * count, condition)
 
     def _levels(self, passes: int) -> list[tuple[int, float]]:
-        """(cache index, noise level) of each pass. Fewer passes keep the first and the last, so
-        that a chunk begins as noise and is remembered at the level the context was trained at.
-        Under `per_pass` every pass owns a cache that must be written, so none can be left out."""
-        levels = self._config.noise_levels
+        """(cache index, noise level) of each pass of the next chunk."""
         if self._config.first_noise_levels and self._chunks == 0:
             return [(0, level) for level in self._config.first_noise_levels]
+        return self._steady_levels(passes)
+
+    def _steady_levels(self, passes: int) -> list[tuple[int, float]]:
+        """Fewer passes keep the first and the last, so that a chunk begins as noise and is
+        remembered at the level the context was trained at. Under `per_pass` every pass owns a
+        cache that must be written, so none can be left out."""
+        levels = self._config.noise_levels
         if self._config.cache_policy == "per_pass":
             return list(enumerate(levels))
         count = min(passes, len(levels))
@@ -226,3 +261,10 @@ class Denoiser:
 
     def _compute_modulation(self, level: float) -> Any:
         return self._model.modulate(torch.full((), level, device=self._device))
+
+
+def _plain_chunks(config: ModelConfig) -> int:
+    """Of an open family's session, the first ones, which go through its own forward pass: from
+    them come the scales of FP8, and a sink that moves is kept unrotated."""
+    sink = config.causal_wan.sink_latents if config.causal_wan else 0
+    return max(1, math.ceil(sink / config.latents_per_chunk))

@@ -38,21 +38,28 @@ def load_family(
     shard: Shard | None = None,
     all_reduce: AllReduce = alone,
 ) -> Generator:
-    """The generator of `model.family`; open families are whole on one rank. Raises WeightsError."""
+    """The generator of `model.family`, or a tensor-parallel rank's shard. Raises WeightsError.
+
+    What open families have around their blocks, speech model and encoder, every rank has whole.
+    """
     if model.family == "characters":
         return load_generator(
             model, device=device, dtype=dtype, seed=seed, shard=shard, all_reduce=all_reduce
         )
     if model.family == "causal_wan":
         assert model.causal_wan is not None
-        wan = load_network(lambda: CausalWan(model), model, "dit", device, dtype, seed)
+        wan = load_network(
+            lambda: CausalWan(model, None, shard, all_reduce), model, "dit", device, dtype, seed
+        )
         assert isinstance(wan, CausalWan)
         if model.causal_wan.start == "image":
             encode = _still_encoder(model, device, dtype)
             wan.encode_image = lambda image: encode(image, 1)
         return wan
     hear = load_speech_features(model, device=device, dtype=dtype, seed=seed)
-    dit = load_network(lambda: LiveAvatar(model), model, "dit", device, dtype, seed)
+    dit = load_network(
+        lambda: LiveAvatar(model, shard, all_reduce), model, "dit", device, dtype, seed
+    )
     assert isinstance(dit, LiveAvatar)
     return LiveAvatarGenerator(dit, hear, _still_encoder(model, device, dtype))
 

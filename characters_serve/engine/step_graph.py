@@ -12,27 +12,29 @@ what it captures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from characters_serve.model.dit import StepCondition
-
-Run = Callable[[Tensor, StepCondition], Tensor]
+Run = Callable[[list[Tensor], Any], Tensor]
 
 
 class StepGraph:
-    """run: (noise, condition) -> clean, without a wait for the device or a new input tensor."""
+    """run: (noises, condition) -> clean, without a wait for the device or a new input tensor.
 
-    def __init__(self, run: Run, noise: Tensor, condition: StepCondition) -> None:
+    condition: tensors in lists and named tuples, nested as the model likes.
+    """
+
+    def __init__(self, run: Run, noises: list[Tensor], condition: Any) -> None:
         self._run = run
-        self._noise = torch.zeros_like(noise)
-        self._condition = StepCondition(*map(torch.zeros_like, condition))
+        self._noises = zeros_like(noises)
+        self._condition = zeros_like(condition)
         self._pool = torch.cuda.graph_pool_handle()
         # Kept: the matmul library makes a workspace of 32 MiB for each stream it meets.
-        self._side = torch.cuda.Stream(noise.device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(noises[0].device)  # type: ignore[no-untyped-call]
         self._shape: Hashable = None
         self._captured: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
@@ -48,13 +50,13 @@ class StepGraph:
         with steady:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
-                self._run(self._noise, self._condition)
+                self._run(self._noises, self._condition)
             torch.cuda.current_stream().wait_stream(self._side)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # NCCL's watchdog, a thread of its own, may ask for the state of older work meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                clean = self._run(self._noise, self._condition)
+                clean = self._run(self._noises, self._condition)
         self._captured, self._shape = (graph, clean), shape
 
     def release(self) -> None:
@@ -62,13 +64,28 @@ class StepGraph:
         holds a collective of its own before it lets go of its communicator."""
         self._captured, self._shape = None, None
 
-    def __call__(self, noise: Tensor, condition: StepCondition) -> Tensor:
+    def __call__(self, noises: list[Tensor], condition: Any) -> Tensor:
         """The clean chunk, valid until the next call."""
         if self._captured is None or self._shape is None:
             raise RuntimeError("no step was captured")
         graph, clean = self._captured
-        self._noise.copy_(noise)
-        for mine, given in zip(self._condition, condition, strict=True):
-            mine.copy_(given)
+        mine, given = (self._noises, self._condition), (noises, condition)
+        # One launch: the text of an open model alone is 80 tensors.
+        torch._foreach_copy_(list(tensors_of(mine)), list(tensors_of(given)))
         graph.replay()
         return clean
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    else:
+        for part in tree:
+            yield from tensors_of(part)
+
+
+def zeros_like(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return torch.zeros_like(tree, memory_format=torch.contiguous_format)
+    parts = map(zeros_like, tree)
+    return type(tree)(*parts) if hasattr(tree, "_fields") else list(parts)

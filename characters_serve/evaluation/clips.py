@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from characters_serve.config import Config
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.generator import load_family, load_prompt

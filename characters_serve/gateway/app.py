@@ -96,6 +96,12 @@ def create_app(
     return app
 
 
+def _video(config: Config) -> dict[str, int]:
+    """The pictures that every session of this server is made of."""
+    model = config.model
+    return {"width": model.width, "height": model.height, "fps": model.fps}
+
+
 def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
     config = gateway.config
 
@@ -116,11 +122,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             "client_secret": {"value": secret.value, "expires_at": secret.expires_at},
             "ice_servers": gateway.turn.ice_servers(time.time(), gateway.lifetime_s(session)),
             "idle_timeout_s": config.session.idle_timeout_s,
-            "video": {
-                "width": config.model.width,
-                "height": config.model.height,
-                "fps": config.model.fps,
-            },
+            "video": _video(config),
         }
         location = f"/v1/sessions/{session.session_id}"
         return JSONResponse(answer, 201, {"Location": location, **_state_headers(session)})
@@ -208,7 +210,8 @@ def _add_public_routes(app: FastAPI, gateway: Gateway) -> None:
                         "image": f"/v1/characters/{character.character_id}/image.png",
                     }
                     for character in gateway.characters.values()
-                ]
+                ],
+                "video": _video(gateway.config),
             }
         )
 

@@ -70,7 +70,7 @@ _ANSWER = {
         "resume_token": _TEXT,
     },
 }
-_LIST = {"type": "object", "required": ["characters"]}
+_LIST = {"type": "object", "required": ["characters", "video"]}
 _STATUS = {"type": "object", "required": ["status"], "properties": {"status": _TEXT}}
 _SECURITY: list[dict[str, list[str]]] = [{"token": []}]
 

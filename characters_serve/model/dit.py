@@ -11,7 +11,7 @@ video token, D model dim, H heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -177,6 +177,16 @@ class CharacterDiT(nn.Module):
             Block(model, shard, all_reduce) for _ in range(model.num_blocks)
         )
         self.final = FinalLayer(model)
+
+    def projections(self) -> Iterator[tuple[nn.Module, str]]:
+        for block in self.blocks:
+            yield block, "in_projection"
+            yield block, "out_projection"
+
+    @property
+    def network(self) -> CharacterDiT:
+        """What the passes run through: of this family, all of it."""
+        return self
 
     def noise_embedding(self, level: Tensor) -> Tensor:
         """level: (...,) in [0, 1] -> (..., D), from sines and cosines of it."""

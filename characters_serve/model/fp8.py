@@ -1,9 +1,9 @@
 """Projections in FP8: e4m3 weights and activations, one scale each, calibrated once a session.
 
-In: a model with its weights. Out: the same model with its blocks' two matrices as e4m3; the keys
-of checkpoints stay those of the plain model, which is converted after it is filled. An activation's
-scale comes from the session's first forward pass and stays on the device; what does not fit it
-later is clamped and counted.
+In: a model with its weights. Out: the same model with its blocks' matrices as e4m3; the keys of
+checkpoints stay those of the plain model, which is converted after it is filled. An activation's
+scale comes from the largest value of the session's first forward pass (of an open family: of its
+first chunks) and stays on the device; what does not fit it later is clamped and counted.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from characters_kernels.fp8 import E4M3, E4M3_MAX, quantise, scale_for
 from characters_kernels.linear_fp8 import linear_fp8
-from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.linear import AllReduce, RowParallelLinear, alone
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,9 +31,11 @@ class MatmulThenSum:
 
     all_reduce: AllReduce
     dtype: torch.dtype
+    bias: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
-        return self.all_reduce(linear_fp8(x, weight, x_scale, weight_scale, self.dtype))
+        product = linear_fp8(x, weight, x_scale, weight_scale, self.dtype, self.bias)
+        return self.all_reduce(product)
 
 
 class Fp8Linear(nn.Module):
@@ -47,6 +49,7 @@ class Fp8Linear(nn.Module):
     weight: Tensor
     weight_scale: Tensor
     input_scale: Tensor
+    largest_input: Tensor
 
     def __init__(self, linear: nn.Linear, saturated: Tensor) -> None:
         super().__init__()
@@ -55,14 +58,19 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", quantise(weight, scale, saturated))
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", torch.ones(1, device=weight.device))
-        all_reduce = linear.all_reduce if isinstance(linear, RowParallelLinear) else alone
-        self.product: Product = MatmulThenSum(all_reduce, weight.dtype)
+        self.register_buffer("largest_input", torch.zeros(1, device=weight.device))
+        if isinstance(linear, RowParallelLinear):
+            all_reduce, self.bias = linear.all_reduce, linear.added_bias
+        else:
+            all_reduce, self.bias = alone, linear.bias
+        self.product: Product = MatmulThenSum(all_reduce, weight.dtype, self.bias)
         self.calibrating = False
         self.saturated = saturated
 
     def forward(self, x: Tensor) -> Tensor:
         if self.calibrating:
-            self.input_scale.copy_(scale_for(x.abs().amax()))
+            torch.maximum(self.largest_input, x.abs().amax(), out=self.largest_input)
+            self.input_scale.copy_(scale_for(self.largest_input))
         if x.dtype != E4M3:
             x = quantise(x, self.input_scale, self.saturated)
         rows = x.reshape(-1, x.shape[-1])
@@ -70,15 +78,19 @@ class Fp8Linear(nn.Module):
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
-def convert_projections(model: CharacterDiT, saturated: Tensor) -> None:
-    """Converts block by block, in place: there is no room for a second copy of 57B weights."""
-    for block in model.blocks:
-        for name in ("in_projection", "out_projection"):
-            linear = getattr(block, name)
-            if isinstance(linear, Fp8Linear):
-                linear.saturated = saturated
-            else:
-                setattr(block, name, Fp8Linear(linear, saturated))
+class HasProjections(Protocol):
+    def projections(self) -> Iterable[tuple[nn.Module, str]]:
+        """The matrices that every step multiplies by: modules, and the names of linears in them."""
+
+
+def convert_projections(model: HasProjections, saturated: Tensor) -> None:
+    """Converts one by one, in place: there is no room for a second copy of 57B weights."""
+    for module, name in model.projections():
+        linear = getattr(module, name)
+        if isinstance(linear, Fp8Linear):
+            linear.saturated = saturated
+        else:
+            setattr(module, name, Fp8Linear(linear, saturated))
 
 
 def input_scale(linear: nn.Module) -> Tensor:
@@ -90,9 +102,16 @@ def input_scale(linear: nn.Module) -> Tensor:
     return torch.ones(1, device=weight.device)
 
 
+def forget_scales(modules: Iterable[nn.Module]) -> None:
+    """For a new session: nothing was seen yet."""
+    for module in modules:
+        if isinstance(module, Fp8Linear):
+            module.largest_input.zero_()
+
+
 @contextmanager
 def calibrating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within, every projection takes its input's scale from the values that it is given."""
+    """Within, every projection's scale grows with the values that it is given."""
     linears = [module for module in modules if isinstance(module, Fp8Linear)]
     for linear in linears:
         linear.calibrating = True

@@ -25,13 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from characters_kernels.attention import backend, fp8_attention
 from characters_kernels.delta_rotate import delta_rotate
-from characters_kernels.fp8 import E4M3, dequantise, quantise, scale_for
-from characters_kernels.ring_store import ring_store
 from characters_serve.config import ModelConfig, Optimizations
-from characters_serve.model.attention import attention
-from characters_serve.model.open.frame_cache import make_frame_cache
+from characters_serve.model.kv_numbers import Numbers, make_numbers
+from characters_serve.model.open.frame_cache import FusedRingFrameCache, make_frame_cache
+from characters_serve.model.ring_writer import QueryKeyNorm, RingWriter
 from characters_serve.model.rope import RotaryPositions, rotary_positions, rotate
 
 
@@ -62,95 +60,17 @@ def make_cache(
     saturated: Tensor | None = None,
 ) -> KVCache:
     """saturated: (1,) int32 on the device, counts values that did not fit FP8."""
-    if model.family == "causal_wan":
-        return make_frame_cache(model, optimizations, batch=batch, device=device, dtype=dtype)
-    positions = rotary_positions(model, device)
     if saturated is None:
         saturated = torch.zeros(1, dtype=torch.int32, device=device)
-    numbers: Numbers = (
-        Fp8Numbers(model, torch.device(device), dtype, saturated)
-        if optimizations.fp8_kv_cache
-        else FloatNumbers(model, torch.device(device), dtype)
-    )
+    numbers = make_numbers(model, optimizations, torch.device(device), dtype, saturated)
+    if model.family == "causal_wan":
+        return make_frame_cache(model, optimizations, numbers, batch, device, saturated)
     kind: type[PlainCache | ShiftedCache] = PlainCache
     if optimizations.write_time_rope:
         kind = RingCache if optimizations.ring_cache else ShiftedCache
     if optimizations.fused_pre_attention:
         kind = FusedRingCache
-    return kind(model, positions, numbers, batch, device, saturated)
-
-
-class Numbers(Protocol):
-    """The format of cached keys and values, and the attention that reads it."""
-
-    dtype: torch.dtype
-    scales_QKV: Tensor
-    """(3, blocks, H) float32: of q, k and v. Ones where the format needs none."""
-
-    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Takes the scales of one block from its q, k, v (B, S, H, D)."""
-
-    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        """From the model's format to the cache's."""
-
-    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        """And back."""
-
-    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """All packed, (B, S, H, D) -> (B, S, H x D) in the model's format."""
-
-
-class FloatNumbers:
-    def __init__(self, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.scales_QKV = torch.ones(3, model.num_blocks, model.num_heads, device=device)
-
-    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        pass
-
-    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        return x_BSHD
-
-    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        return x_BSHD
-
-    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v)
-
-
-class Fp8Numbers:
-    """e4m3 with one scale a head for each of q, k and v, set once a session.
-
-    A rotation may lengthen a component by up to the square root of two, within the headroom.
-    """
-
-    dtype = E4M3
-
-    def __init__(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, saturated: Tensor
-    ) -> None:
-        self.scales_QKV = torch.ones(3, model.num_blocks, model.num_heads, device=device)
-        self.attention_backend = backend(device)
-        self._attention = fp8_attention(self.attention_backend)
-        self._model_dtype = dtype
-        self._saturated = saturated
-
-    def calibrate(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        for scales, x in zip(self.scales_QKV[:, block], (q, k, v), strict=True):
-            scales.copy_(scale_for(x.abs().amax((0, 1, 3))))
-
-    def pack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        return quantise(x_BSHD, scale_H[:, None], self._saturated)
-
-    def unpack(self, x_BSHD: Tensor, scale_H: Tensor) -> Tensor:
-        return dequantise(x_BSHD, scale_H[:, None], self._model_dtype)
-
-    def attend(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scales = self.scales_QKV[:, block]
-        sessions = [self._attention(*qkv, *scales) for qkv in zip(q, k, v, strict=True)]
-        # One session, as in serving, is not copied.
-        attended = sessions[0][None] if len(sessions) == 1 else torch.stack(sessions)
-        return attended.flatten(-2).to(self._model_dtype)
+    return kind(model, rotary_positions(model, device), numbers, batch, device, saturated)
 
 
 class _CacheBuffers:
@@ -294,7 +214,8 @@ class ShiftedCache(_CacheBuffers):
             return
         if self._unrotated_prefix is None:
             # All passes' caches hold the same prefix.
-            self._unrotated_prefix = torch.empty_like(self._k[:, 0, :, : self._prefix_slots])
+            like = self._k[:, 0, :, : self._prefix_slots]
+            self._unrotated_prefix = torch.empty_like(like, dtype=self._numbers.model_dtype)
         self._unrotated_prefix.zero_()
 
     def store_prefix(self, block: int, cache: int, k_BSHD: Tensor, v_BSHD: Tensor) -> None:
@@ -317,7 +238,9 @@ class ShiftedCache(_CacheBuffers):
         slots = slice(self._first_slot, self._prefix_slots)
         angles = self._positions.prefix(self._position, self._moved_back)[: self._prefix_length]
         for block, keys in enumerate(self._unrotated_prefix):
-            self._k[block, :, :, slots] = rotate(keys[:, slots], angles)
+            k_scale = self._numbers.scales_QKV[1, block]
+            rotated = self._numbers.pack(rotate(keys[:, slots], angles), k_scale)
+            self._k[block, :, :, slots] = rotated
 
     def _reset_if_due(self) -> None:
         """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
@@ -358,7 +281,7 @@ class RingCache(ShiftedCache):
 
 class FusedRingCache(RingCache):
     """One session's ring, written by one kernel from the in-projection's output: norm, rotation,
-    conversion and store. Slot and angles live on the device, so a captured step can be replayed."""
+    conversion and store."""
 
     def __init__(
         self,
@@ -371,50 +294,25 @@ class FusedRingCache(RingCache):
     ) -> None:
         if batch != 1:
             raise ValueError("fused_pre_attention serves one session: its batch must be 1")
-        heads, head_dim = model.num_heads, model.head_dim
-        tokens = model.tokens_per_chunk
-        self._slot = torch.zeros((), dtype=torch.int64, device=device)
-        self._cos, self._sin = torch.zeros(2, tokens, head_dim // 2, device=device)
-        self._q = torch.zeros(1, tokens, heads, head_dim, dtype=numbers.dtype, device=device)
+        self._writer = RingWriter(model, numbers, device, saturated)
         super().__init__(model, positions, numbers, batch, device, saturated)
 
     def clear(self) -> None:
         super().clear()
-        self._slot.fill_(self._prefix_slots)
+        self._writer.slot.fill_(self._prefix_slots)
 
     def begin_step(self) -> None:
         super().begin_step()
-        self._slot.fill_(self._current_slots().start)
-        torch.cos(self._chunk_angles, out=self._cos)
-        torch.sin(self._chunk_angles, out=self._sin)
+        self._writer.aim(self._current_slots().start, self._chunk_angles)
 
     def attend_projected(
-        self,
-        block: int,
-        cache: int,
-        projected: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        eps: float,
+        self, block: int, cache: int, projected: Tensor, norm: QueryKeyNorm
     ) -> Tensor:
         """projected: (>= S, | q | k | v | ...), not normed -> (S, H x D)."""
         k, v = self._k[block, cache], self._v[block, cache]
-        ring_store(
-            projected,
-            q_weight,
-            k_weight,
-            self._cos,
-            self._sin,
-            self._slot,
-            *self._numbers.scales_QKV[:, block],
-            eps,
-            self._q[0],
-            k[0],
-            v[0],
-            self._saturated,
-        )
+        q = self._writer.write(block, projected, norm, k[0], v[0])
         read = slice(self._first_slot, self._filled.stop)
-        return self._numbers.attend(block, self._q, k[:, read], v[:, read])[0]
+        return self._numbers.attend(block, q, k[:, read], v[:, read])[0]
 
     @property
     def is_full(self) -> bool:
@@ -433,3 +331,7 @@ class FusedRingCache(RingCache):
             yield
         finally:
             self._chunks = chunks
+
+
+FusedCache = FusedRingCache | FusedRingFrameCache
+"""The caches that a kernel writes to, and that a captured step can be replayed on."""

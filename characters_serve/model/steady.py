@@ -33,6 +33,7 @@ from characters_serve.model.dit import (
 )
 from characters_serve.model.fp8 import Fp8Linear, input_scale
 from characters_serve.model.kv_cache import FusedRingCache, KVCache
+from characters_serve.model.ring_writer import QueryKeyNorm
 
 _ROW_MULTIPLE = 16
 
@@ -55,8 +56,8 @@ class Mixer(Protocol):
 class TorchNorms:
     def __init__(self, tokens: int, compiled: bool) -> None:
         self._tokens = tokens
-        self._norm = _piece(norm_modulate, compiled)
-        self._add = _piece(_add, compiled)
+        self._norm = piece(norm_modulate, compiled)
+        self._add = piece(_add, compiled)
 
     def first(self, x_BSD: Tensor, following: int, modulation: Modulation) -> Tensor:
         return self._norm(x_BSD, modulation.scale, modulation.shift)
@@ -73,7 +74,8 @@ class FusedNorms:
         first = model.blocks[0].in_projection
         self._scales = [input_scale(block.in_projection) for block in model.blocks]
         self._saturated = saturated
-        self._out = _buffer(model, model.config.dim, first)
+        tokens, like = model.config.tokens_per_chunk, model.prefix_embedding
+        self._out = padded_buffer(tokens, model.config.dim, first, like)
 
     def first(self, x_BSD: Tensor, following: int, modulation: Modulation) -> Tensor:
         return self._run(x_BSD, None, None, following, modulation)
@@ -109,7 +111,7 @@ class TorchMixer:
     def __init__(self, model: CharacterDiT, cache: KVCache, compiled: bool) -> None:
         self._blocks, self._cache = model.blocks, cache
         self._tokens = model.config.tokens_per_chunk
-        self._join = _piece(join, compiled)
+        self._join = piece(join, compiled)
 
     def __call__(self, index: int, cache_index: int, projected: Tensor) -> Tensor:
         q, k, v, mlp = self._blocks[index].heads(projected[:, : self._tokens])
@@ -123,13 +125,14 @@ class FusedMixer:
         self._qkv_columns = sum(first.splits[:3])
         self._scales = [input_scale(block.out_projection) for block in model.blocks]
         self._saturated = saturated
-        self._out = _buffer(model, first.splits[0] + first.splits[3], first.out_projection)
+        tokens, like = model.config.tokens_per_chunk, model.prefix_embedding
+        columns = first.splits[0] + first.splits[3]
+        self._out = padded_buffer(tokens, columns, first.out_projection, like)
 
     def __call__(self, index: int, cache_index: int, projected: Tensor) -> Tensor:
         block, rows = self._blocks[index], projected[0]
-        attended = self._cache.attend_projected(
-            index, cache_index, rows, block.q_norm.weight, block.k_norm.weight, NORM_EPS
-        )
+        norm = QueryKeyNorm(block.q_norm.weight, block.k_norm.weight, NORM_EPS)
+        attended = self._cache.attend_projected(index, cache_index, rows, norm)
         mlp = rows[:, self._qkv_columns :]
         gelu_quant(attended, mlp, self._scales[index], self._out, self._saturated)
         return self._out[None]
@@ -157,9 +160,9 @@ class SteadyPass:
             else TorchMixer(model, cache, compiled)
         )
         self._tokens = tokens
-        self._embed = _piece(model.embed_chunk, compiled)
-        self._add = _piece(_add, compiled)
-        self._final = _piece(model.final.forward, compiled)
+        self._embed = piece(model.embed_chunk, compiled)
+        self._add = piece(_add, compiled)
+        self._final = piece(model.final.forward, compiled)
 
     def __call__(
         self,
@@ -185,23 +188,23 @@ def _add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     return x + gate * branch
 
 
-def _piece(call: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
+def piece(call: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
     """Pieces between the matmuls and the cache, not the whole pass: each is compiled once for all
     blocks, and no compiler sees, or moves, a read or a write of the shared buffers."""
     return torch.compile(call, fullgraph=True, dynamic=False) if compiled else call
 
 
-def _buffer(model: CharacterDiT, columns: int, reader: torch.nn.Module) -> Tensor:
+def padded_buffer(tokens: int, columns: int, reader: torch.nn.Module, like: Tensor) -> Tensor:
     """(R, columns) zeros in the format that `reader` multiplies in; padding rows stay zero."""
-    like = model.prefix_embedding
     dtype = E4M3 if isinstance(reader, Fp8Linear) else like.dtype
-    return torch.zeros((_padded(model.config), columns), device=like.device, dtype=dtype)
+    return torch.zeros((_padded(tokens), columns), device=like.device, dtype=dtype)
 
 
-def _padded(model: ModelConfig) -> int:
-    return -(-model.tokens_per_chunk // _ROW_MULTIPLE) * _ROW_MULTIPLE
+def _padded(tokens: int) -> int:
+    return -(-tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def out_projection_rows(model: ModelConfig, optimizations: Optimizations) -> int:
     """Rows that an out-projection is given in a steady pass: R from a fused mixer, or S."""
-    return _padded(model) if optimizations.fused_pre_attention else model.tokens_per_chunk
+    tokens = model.tokens_per_chunk
+    return _padded(tokens) if optimizations.fused_pre_attention else tokens

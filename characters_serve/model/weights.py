@@ -30,13 +30,7 @@ from characters_serve.model.decoders.reference_warp import VideoDecoder
 from characters_serve.model.decoders.taehv import TAEHV
 from characters_serve.model.decoders.wan_layers import WanVAE
 from characters_serve.model.dit import CharacterDiT
-from characters_serve.model.linear import (
-    AllReduce,
-    ColumnParallelLinear,
-    Cut,
-    RowParallelLinear,
-    alone,
-)
+from characters_serve.model.linear import AllReduce, Cut, alone, cuts_of
 from characters_serve.model.shard import Shard
 
 BUILTIN = Path(__file__).parent.parent / "assets" / "tiny"
@@ -106,11 +100,7 @@ def load_network(
     """The network that `make` makes, filled from the files `name*.safetensors`."""
     with torch.device(device), _made_in(dtype):
         network = make()
-    cuts = {
-        f"{path}.weight": module.cut
-        for path, module in network.named_modules()
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    }
+    cuts = cuts_of(network)
     if model.weights == "synthetic":
         _fill_synthetic(network, cuts, seed)
     else:

@@ -155,9 +155,18 @@ export class CharacterSession extends EventTarget {
    * @param {{baseUrl?: string, serverKey?: string}} [options]
    * @returns {Promise<Character[]>}
    */
-  static async listCharacters({ baseUrl = "", serverKey } = {}) {
+  static async listCharacters(options) {
+    return (await CharacterSession.describeServer(options)).characters;
+  }
+
+  /**
+   * What a server has: its preset characters, and the size of its pictures.
+   * @param {{baseUrl?: string, serverKey?: string}} [options]
+   * @returns {Promise<{characters: Character[], video: {width: number, height: number, fps: number}}>}
+   */
+  static async describeServer({ baseUrl = "", serverKey } = {}) {
     const response = await request(`${baseUrl.replace(/\/+$/, "")}/v1/characters`, { token: serverKey });
-    return (await response.json()).characters;
+    return response.json();
   }
 
   get state() {

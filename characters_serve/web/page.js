@@ -39,6 +39,8 @@ const END_WORDS = {
 
 /** @type {{kind: "preset"|"upload", id: string, name: string, style: string, blurb: string, image?: any}|null} */
 let selected = null;
+/** Width of the character's picture over its height. */
+let ratio = 3 / 2;
 /** @type {{blob: Blob, bitmap: ImageBitmap}|null} */
 let upload = null;
 /** @type {CharacterSession|null} */
@@ -56,7 +58,9 @@ let liveSinceMs = 0;
 async function loadCharacters() {
   const cards = $("cards");
   try {
-    const characters = await CharacterSession.listCharacters({ serverKey });
+    const { characters, video } = await CharacterSession.describeServer({ serverKey });
+    ratio = video.width / video.height;
+    document.documentElement.style.setProperty("--ratio", String(ratio));
     cards.replaceChildren(...characters.map((character) => card({ kind: "preset", ...character })));
     if (characters.length) select(cards.querySelector("input"));
     else setText("picker-hint", "This server has no presets; use an image of your own.");
@@ -117,7 +121,7 @@ function choose(character) {
   const isUpload = character.kind === "upload";
   $("portrait").hidden = isUpload;
   $("upload-portrait").hidden = !isUpload;
-  if (isUpload && upload) paint($("upload-portrait"), upload.bitmap, 1080, 720);
+  if (isUpload && upload) paint($("upload-portrait"), upload.bitmap, 1080, 1080 / ratio);
   else $("portrait").src = character.image;
   $("portrait").alt = `${character.name}, ${character.style}`;
   $("about-name").textContent = character.name;
@@ -211,8 +215,6 @@ function onState({ state: next, reason, inMs, queuePosition: position }) {
   if (next === "live") $("video").requestVideoFrameCallback?.(() => show("last-frame", false)) ?? show("last-frame", false);
   if (next === "live" && !liveSinceMs) {
     liveSinceMs = performance.now();
-    const { width, height } = session?.info?.video ?? { width: 3, height: 2 };
-    $("frame").style.setProperty("--ratio", `${width} / ${height}`);
     every(1000, drawClock);
     if (!$("stats").hidden) drawStats();
     every(1000, drawStats);

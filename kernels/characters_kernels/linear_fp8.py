@@ -3,6 +3,7 @@
     x        (M, K)  e4m3, row-major
     weight   (N, K)  e4m3, row-major (Hopper multiplies FP8 with both operands contiguous in K)
     x_scale, weight_scale    one float32 element each
+    bias     (N,)    or None, in the format of what is returned; added before that is rounded
     returns  (M, N)  bf16 or float32
 
 `linear_fp8` is the library's matmul (cuBLASLt through torch, fast accumulation: 1.2 to 1.3
@@ -22,31 +23,45 @@ _ROWS, _COLUMNS, _DEPTH, _GROUP = 128, 256, 128, 8
 
 
 def linear_fp8_reference(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    product = x.float() @ weight.float().T
-    return (product * (x_scale * weight_scale)).to(dtype)
+    product = (x.float() @ weight.float().T) * (x_scale * weight_scale)
+    return (product if bias is None else product + bias.float()).to(dtype)
 
 
 @torch.library.custom_op("characters::linear_fp8", mutates_args=(), device_types="cuda")
 def linear_fp8(
-    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    return torch._scaled_mm(
+    # The library adds a bias to half-width outputs only.
+    within = None if dtype == torch.float32 else bias
+    product = torch._scaled_mm(
         x,
         weight.t(),
         scale_a=x_scale,
         scale_b=weight_scale,
+        bias=within,
         out_dtype=dtype,
         use_fast_accum=True,
     )
+    return product if within is bias or bias is None else product.add_(bias)
 
 
 linear_fp8.register_kernel("cpu")(linear_fp8_reference)
 
 
 @linear_fp8.register_fake
-def _(x, weight, x_scale, weight_scale, dtype):
+def _(x, weight, x_scale, weight_scale, dtype, bias=None):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Route, ViewportSize, expect
 
 from tests.e2e.rig import LIVE_S, Measure, Others, Server, browser, new_tab, running_server
 from tests.e2e.speech import microphone_wav, question_pcm
@@ -69,6 +69,37 @@ async def test_the_page_offers_characters_and_breaks_no_rule_of_its_own(
         await expect(tab.page.get_by_test_id("stats")).to_contain_text("384 × 256")
         await tab.page.get_by_test_id("stop").click()
         await tab.reach("idle")
+        assert tab.complaints == []
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["laptop", "phone"])
+async def test_the_stage_has_the_shape_of_the_models_picture(
+    character: Server, width: int, height: int
+) -> None:
+    """Whatever it is, the picture is whole, and the button below it on the first screen."""
+
+    async with browser() as launched:
+        size = ViewportSize(width=width, height=height)
+        tab = await new_tab(launched, character, size=size)
+        answer: dict[str, Any] = {}
+
+        async def of_another_model(route: Route) -> None:
+            response = await route.fetch()
+            await route.fulfill(response=response, json=await response.json() | answer)
+
+        await tab.page.route("**/v1/characters", of_another_model)
+        for video in ((384, 256), (704, 384), (480, 832)):
+            answer["video"] = {"width": video[0], "height": video[1], "fps": 16}
+            await tab.page.reload()
+            await expect(tab.page.locator("#portrait")).to_be_visible()
+            picture = await tab.page.locator(".picture").bounding_box()
+            talk = await tab.page.get_by_test_id("talk").bounding_box()
+            assert picture is not None and talk is not None
+            assert picture["width"] / picture["height"] == pytest.approx(
+                video[0] / video[1], rel=0.01
+            )
+            assert picture["width"] > 150 and talk["y"] + talk["height"] < height
+            assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.complaints == []
 
 

@@ -20,6 +20,7 @@ from characters_kernels import (
     linear_fp8,
     residual_norm,
     ring_store,
+    square_sums,
 )
 
 BF16, F32, FP8, I32 = "*bf16", "*fp32", "*fp8e4nv", "i32"
@@ -57,15 +58,22 @@ def compiled(
 
 def main() -> None:
     saturated = {"saturated": "*i32"}
+    for wide in (False, True):
+        compiled(
+            ring_store._ring_store_kernel,
+            dict.fromkeys(("projected", "q_weight", "k_weight"), BF16)
+            | dict.fromkeys(("cos", "sin", "q_scale", "k_scale", "v_scale", "square_sums"), F32)
+            | dict.fromkeys(("q_out", "k_cache", "v_cache"), FP8)
+            | dict.fromkeys(("tokens", "heads", "row_stride", "width"), I32)
+            | {"slot": "*i64", "eps": "fp32"}
+            | saturated,
+            {"HALF": 64, "TOKENS": 16, "FP8": True, "WIDE": wide},
+        )
     compiled(
-        ring_store._ring_store_kernel,
-        dict.fromkeys(("projected", "q_weight", "k_weight"), BF16)
-        | dict.fromkeys(("cos", "sin", "q_scale", "k_scale", "v_scale"), F32)
-        | dict.fromkeys(("q_out", "k_cache", "v_cache"), FP8)
-        | dict.fromkeys(("tokens", "heads", "row_stride"), I32)
-        | {"slot": "*i64", "eps": "fp32"}
-        | saturated,
-        {"HALF": 64, "TOKENS": 16, "FP8": True},
+        square_sums._square_sums_kernel,
+        dict.fromkeys(("row_stride", "width"), I32) | {"projected": BF16, "out": F32},
+        {"COLUMNS": 8192},
+        num_warps=8,
     )
     compiled(
         delta_rotate._delta_rotate_kernel,

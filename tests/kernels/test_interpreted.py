@@ -16,6 +16,7 @@ from torch import Tensor
 from characters_kernels import attention, delta_rotate, gelu_quant, linear_fp8
 from characters_kernels import residual_norm as norm
 from characters_kernels import ring_store as store
+from characters_kernels import square_sums as squares
 from characters_kernels.fp8 import E4M3, E4M3_MAX, quantise, scale_for, to_e4m3
 from characters_kernels.triton_jit import INSTALLED, INTERPRETED
 
@@ -61,15 +62,18 @@ def run_both(
 
 @FORMATS
 @pytest.mark.parametrize("slot", [0, 27])
-def test_ring_store(dtype: torch.dtype, slot: int) -> None:
+@pytest.mark.parametrize("wide", [False, True], ids=["each head", "whole width"])
+def test_ring_store(dtype: torch.dtype, slot: int, wide: bool) -> None:
+    """Over the whole width there are 3 x INNER columns on all ranks, and INNER of them here."""
     base = torch.bfloat16 if dtype == E4M3 else dtype
     angles = random(TOKENS, HEAD_DIM // 2)
     empty = [torch.zeros(n, HEADS, HEAD_DIM).to(dtype) for n in (TOKENS, SLOTS, SLOTS)]
+    sums = 3 * INNER * (0.5 + random(TOKENS, 2, seed=4).square())
     for found, expected in run_both(
         store.ring_store_triton,
         store.ring_store_reference,
         random(16, 3 * INNER + MLP).to(base),
-        *(1 + 0.2 * random(2, HEAD_DIM, seed=1)),
+        *(1 + 0.2 * random(2, INNER if wide else HEAD_DIM, seed=1)),
         angles.cos(),
         angles.sin(),
         torch.tensor(slot),
@@ -77,6 +81,36 @@ def test_ring_store(dtype: torch.dtype, slot: int) -> None:
         1e-6,
         *empty,
         counter(),
+        sums if wide else None,
+        3 * INNER if wide else 0,
+    ):
+        agree(found, expected)
+
+
+def test_ring_store_over_the_width_is_the_norm_of_all_heads() -> None:
+    """Against torch's own norm; a norm of each head would differ."""
+    projected, weight = random(TOKENS, 3 * INNER), 1 + 0.2 * random(INNER, seed=1)
+    projected[:, :HEAD_DIM] *= 5
+    q, k, v = (torch.zeros(n, HEADS, HEAD_DIM) for n in (TOKENS, SLOTS, SLOTS))
+    still = torch.ones(TOKENS, HEAD_DIM // 2), torch.zeros(TOKENS, HEAD_DIM // 2)
+    sums, scale = torch.empty(TOKENS, 2), torch.ones(HEADS)
+    squares.square_sums_triton(projected, INNER, sums)
+    store.ring_store_triton(
+        projected, weight, weight, *still, torch.tensor(0), scale, scale, scale, 1e-6,
+        q, k, v, counter(), sums, INNER,
+    )  # fmt: skip
+    for found, columns in ((q, projected[:, :INNER]), (k, projected[:, INNER : 2 * INNER])):
+        expected = torch.nn.functional.rms_norm(columns, (INNER,), weight, 1e-6)
+        torch.testing.assert_close(found[:TOKENS].flatten(1), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(v[:TOKENS].flatten(1), projected[:, 2 * INNER :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_square_sums(dtype: torch.dtype) -> None:
+    projected = random(16, 3 * INNER + 7).to(dtype)[:, : 3 * INNER]
+    inputs = (projected, INNER - 5, torch.full((TOKENS, 2), torch.nan))
+    for found, expected in run_both(
+        squares.square_sums_triton, squares.square_sums_reference, *inputs
     ):
         agree(found, expected)
 
@@ -135,15 +169,17 @@ def test_residual_norm(dtype: torch.dtype, with_branch: bool) -> None:
 
 
 @FORMATS
-def test_gelu_quant(dtype: torch.dtype) -> None:
-    projected = 3 * random(16, 3 * INNER + MLP)
+@pytest.mark.parametrize(("inner", "mlp"), [(INNER, MLP), (INNER, 0), (0, MLP)])
+def test_gelu_quant(dtype: torch.dtype, inner: int, mlp: int) -> None:
+    """Either half may be empty: blocks whose attention and MLP have matrices of their own."""
+    projected = 3 * random(16, 3 * INNER + mlp)
     for found, expected in run_both(
         gelu_quant.gelu_quant_triton,
         gelu_quant.gelu_quant_reference,
-        random(TOKENS, INNER, seed=1),
+        random(TOKENS, INNER, seed=1)[:, :inner],
         projected[:, 3 * INNER :],
         torch.tensor([0.02]),
-        torch.zeros(16, INNER + MLP).to(dtype),
+        torch.zeros(16, inner + mlp).to(dtype),
         counter(),
     ):
         agree(found, expected, on_the_edge=0.002)

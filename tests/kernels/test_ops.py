@@ -16,6 +16,7 @@ from characters_kernels.linear_fp8 import linear_fp8, linear_fp8_tiled
 from characters_kernels.residual_norm import residual_norm
 from characters_kernels.ring_store import ring_store
 from characters_kernels.saturation import SaturationMonitor
+from characters_kernels.square_sums import square_sums
 
 TOKENS, HEADS, HEAD_DIM, SLOTS, DIM = 5, 2, 16, 12, 32
 INNER = HEADS * HEAD_DIM
@@ -47,6 +48,10 @@ def arguments() -> dict[str, tuple[Any, tuple[Any, ...]]]:
                 *caches,
                 counter(),
             ),
+        ),
+        "square_sums": (
+            square_sums,
+            (torch.randn(TOKENS, 3 * INNER), INNER, torch.zeros(TOKENS, 2)),
         ),
         "delta_rotate": (
             delta_rotate,
@@ -86,6 +91,14 @@ def test_an_op_says_truly_what_it_writes_and_what_it_returns(name: str) -> None:
     # The schema test scales its inputs, which torch cannot do to e4m3 on CPU.
     schema = () if name.startswith("linear_fp8") else ("test_schema",)
     torch.library.opcheck(op, inputs, test_utils=(*schema, "test_faketensor"))
+
+
+def test_fp8_matmul_adds_its_bias_before_it_rounds() -> None:
+    x, weight = (to_e4m3(torch.randn(n, 32), counter()) for n in (TOKENS, 48))
+    bias, one = torch.randn(48, dtype=torch.bfloat16), torch.ones(1)
+    found = linear_fp8(x, weight, one, one, torch.bfloat16, bias)
+    exact = x.float() @ weight.float().T + bias.float()
+    assert torch.equal(found, exact.to(torch.bfloat16))
 
 
 def test_a_scale_leaves_headroom_and_an_unseen_value_has_scale_one() -> None:

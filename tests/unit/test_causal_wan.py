@@ -209,15 +209,18 @@ def test_scores_depend_on_distances_however_late_it_is() -> None:
     q, k = (drawn((1, ROWS * COLUMNS, 2, 24), seed) for seed in (1, 2))
 
     def scores(at: int) -> Tensor:
-        queries, keys = rotate(q, positions.of([at + 7])), rotate(k, positions.of([at]))
+        queries, keys = (
+            rotate(q, positions.of(range(at + 7, at + 8))),
+            rotate(k, positions.of(range(at, at + 1))),
+        )
         return torch.einsum("bqhd,bkhd->bhqk", queries, keys)
 
     close(scores(1_000_000), scores(0))
     moved = torch.einsum(
-        "bqhd,bkhd->bhqk", rotate(q, positions.of([8])), rotate(k, positions.of([0]))
+        "bqhd,bkhd->bhqk", rotate(q, positions.of(range(8, 9))), rotate(k, positions.of(range(1)))
     )
     assert (moved - scores(0)).abs().max() > 0.1
-    assert positions.of([3]).max() < 2 * math.pi
+    assert positions.of(range(3, 4)).max() < 2 * math.pi
 
 
 def test_a_larger_chunk_than_the_window_is_refused() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from characters_serve.config import ConfigError, ModelConfig, load_config
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
 from characters_serve.model.decoders.stream import StreamState
 from characters_serve.model.weights import WeightsError, load_decoder

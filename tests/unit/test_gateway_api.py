@@ -1056,7 +1056,9 @@ async def test_no_secret_and_no_sdp_reach_the_log(
 
 
 async def test_presets_are_listed_with_their_pictures(api: Api) -> None:
-    listed = (await api.http.get("/v1/characters")).json()["characters"]
+    answer = (await api.http.get("/v1/characters")).json()
+    assert answer["video"] == {"width": 96, "height": 64, "fps": 24}
+    listed = answer["characters"]
     assert [c["id"] for c in listed] == ["ada"]
     assert listed[0]["name"] == "Ada" and listed[0]["blurb"] == "A lighthouse keeper."
     image = await api.http.get(listed[0]["image"])

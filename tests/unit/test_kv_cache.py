@@ -21,13 +21,13 @@ from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.attention import attention
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import (
-    FloatNumbers,
     KVCache,
     PlainCache,
     RingCache,
     ShiftedCache,
     make_cache,
 )
+from characters_serve.model.kv_numbers import FloatNumbers
 from characters_serve.model.rope import rotary_positions, rotate
 from characters_serve.model.weights import load_generator
 from tests.unit import small_model

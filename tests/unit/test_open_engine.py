@@ -15,7 +15,7 @@ from torch import Tensor
 
 from characters_serve.config import ModelConfig, Optimizations, load_config
 from characters_serve.doctor import examine
-from characters_serve.engine.decoder import ChunkDecoder
+from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.rank import warm_up
@@ -132,12 +132,31 @@ def test_a_prompt_that_is_none_is_named(tmp_path: Path) -> None:
             load_prompt(with_text(file), CPU)
 
 
-def test_doctor_says_what_fits_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config([CONFIGS / "live-avatar-14b.yaml"], ["model.weights=/somewhere"])
+PLAIN = CONFIGS / "plain.yaml"
+
+
+@pytest.mark.parametrize(
+    ("files", "changes", "says", "smallest"),
+    [
+        ([PLAIN], [], "33 GB of weights and 50 GB of cache; ", 85),
+        ([], [], "20 GB of weights and 26 GB of cache; ", 48),
+        ([], ["engine.tensor_parallel=2"], "11 GB of weights and 13 GB of cache on each GPU; ", 26),
+    ],
+    ids=["plain", "fp8", "two GPUs"],
+)
+def test_doctor_says_what_fits_and_what_is_missing(
+    files: list[Path],
+    changes: list[str],
+    says: str,
+    smallest: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = ["model.weights=/somewhere", *changes]
+    config = load_config([CONFIGS / "live-avatar-14b.yaml", *files], changes)
     found = {finding.subject: finding for finding in examine(config)}
-    assert "33 GB of weights and 51 GB of cache" in found["model's memory"].words
+    assert says in found["model's memory"].words
     assert not found["prompt"].good and not found["speech model"].good and not found["weights"].good
-    for size, fits in ((80, False), (141, True)):
+    for size, fits in ((smallest - 4, False), (smallest, True)):
         memory = SimpleNamespace(total=size * 10**9, available=size * 10**9)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         verdict = {finding.subject: finding.good for finding in examine(config)}

@@ -16,14 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from characters_serve.config import ModelConfig
 from characters_serve.model import weights
 from characters_serve.model.dit import CharacterDiT
-from characters_serve.model.linear import ColumnParallelLinear, RowParallelLinear
+from characters_serve.model.linear import cuts_of
+from characters_serve.model.open.causal_wan import CausalWan
+from characters_serve.model.open.live_avatar import LiveAvatar
 from characters_serve.model.shard import deal
 from characters_serve.model.weights import (
     WeightsError,
     load_decoder,
     load_generator,
+    load_network,
     save_network,
 )
+from tests.unit import small_causal_wan, small_live_avatar
 from tests.unit.small_model import SMALL
 
 CPU = torch.device("cpu")
@@ -177,10 +181,7 @@ def shard_of(model: ModelConfig, rank: int, size: int, dtype: torch.dtype) -> Ch
 
 def assert_is_part_of(shard: CharacterDiT, whole: CharacterDiT) -> None:
     """Every tensor of the shard is the whole one, or exactly its cut of it."""
-    parts, cuts = shard.state_dict(), {}
-    for path, module in shard.named_modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            cuts[f"{path}.weight"] = module.cut
+    parts, cuts = shard.state_dict(), cuts_of(shard)
     assert len(cuts) == 2 * SHARED.num_blocks
     for key, value in whole.state_dict().items():
         if key in cuts:
@@ -210,10 +211,9 @@ def test_synthetic_weights_are_the_same_in_every_format() -> None:
         assert torch.equal(value, exact[key].bfloat16()), key
 
 
-def test_a_rank_reads_its_own_part_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_network(load_generator(SHARED, device=CPU, dtype=torch.float32), tmp_path, "dit")
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Numbers that are read from checkpoints' files, by key."""
     read: Counter[str] = Counter()
 
     class Slice:
@@ -252,9 +252,48 @@ def test_a_rank_reads_its_own_part_of_a_checkpoint(
             return value
 
     monkeypatch.setattr(weights, "safe_open", File)
+    return read
+
+
+def test_a_rank_reads_its_own_part_of_a_checkpoint(tmp_path: Path, read: Counter[str]) -> None:
+    save_network(load_generator(SHARED, device=CPU, dtype=torch.float32), tmp_path, "dit")
     model = SHARED.model_copy(update={"weights": str(tmp_path)})
     state = shard_of(model, 2, 3, torch.float32).state_dict()
     assert dict(read) == {key: value.numel() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("family", ["causal_wan", "live_avatar"])
+def test_a_rank_of_an_open_family_reads_and_makes_its_own_part(
+    family: str, tmp_path: Path, read: Counter[str]
+) -> None:
+    """Heads of q, k, v, of their biases and of the norms over all heads; columns of the MLP."""
+    model = small_causal_wan.causal_wan() if family == "causal_wan" else small_live_avatar.SMALL
+
+    def load(model: ModelConfig, rank: int, size: int) -> nn.Module:
+        shard = deal(model, size)[rank]
+        kind = CausalWan(model, None, shard) if family == "causal_wan" else LiveAvatar(model, shard)
+        return load_network(lambda: kind, model, "dit", CPU, torch.float32, 0)
+
+    whole = load(model, 0, 1).half()
+    save_network(whole, tmp_path, "dit")
+    stored = model.model_copy(update={"weights": str(tmp_path)})
+    for rank in range(2):
+        read.clear()
+        for shard in (load(stored, rank, 2), load(model, rank, 2).half()):
+            cuts, parts = cuts_of(shard), shard.state_dict()
+            assert len(cuts) == len([key for key in parts if _is_cut(key)])
+            for key, value in whole.state_dict().items():
+                if key in cuts:
+                    kept = torch.tensor([row for run in cuts[key].runs for row in run])
+                    value = value.index_select(cuts[key].dim, kept)
+                torch.testing.assert_close(parts[key].float(), value.float(), rtol=0, atol=0)
+        assert dict(read) == {key: value.numel() for key, value in parts.items()}
+
+
+def _is_cut(key: str) -> bool:
+    """By its name: all of attention and MLP but the biases of what is summed over the ranks."""
+    of_ranks = ".self_attn." in key or ".cross_attn." in key or ".ffn." in key or ".attn." in key
+    return of_ranks and not key.endswith((".o.bias", ".ffn.2.bias"))
 
 
 def test_a_cut_weight_of_another_size_is_named_with_its_whole_shape(tmp_path: Path) -> None:

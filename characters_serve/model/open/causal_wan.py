@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.linear import AllReduce, alone
 from characters_serve.model.open.frame_cache import PlainFrameCache
 from characters_serve.model.open.wan import (
     Head,
@@ -31,6 +32,7 @@ from characters_serve.model.open.wan import (
     text_embedding,
     tokens_of,
 )
+from characters_serve.model.shard import Shard, deal
 
 # (B, 3, H, W) in [0, 1] -> latents (B, Z, 1, height, width).
 EncodeImage = Callable[[Tensor], Tensor]
@@ -39,17 +41,24 @@ EncodeImage = Callable[[Tensor], Tensor]
 class CausalWan(WanNetwork):
     """encode_image: for checkpoints that may start from a picture; None starts from text alone."""
 
-    def __init__(self, model: ModelConfig, encode_image: EncodeImage | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelConfig,
+        encode_image: EncodeImage | None = None,
+        shard: Shard | None = None,
+        all_reduce: AllReduce = alone,
+    ) -> None:
         super().__init__()
         assert model.wan is not None and model.causal_wan is not None
-        self.config = model
+        shard = shard or deal(model, 1)[0]
+        self.config, self.shard = model, shard
         self.encode_image = encode_image
         self.noise_level = NoiseLevel(model.wan.freq_dim, model.dim)
         self.text_embedding = text_embedding(model.wan.text_dim, model.dim)
         self.patch_embedding = nn.Linear(model.token_channels, model.dim)
         # ModuleList is no generic type; as a sequence its elements are typed.
         self.blocks: Sequence[WanBlock] = nn.ModuleList(  # type: ignore[assignment]
-            WanBlock(model.dim, model.num_heads, model.mlp_dim) for _ in range(model.num_blocks)
+            WanBlock(model, shard, all_reduce) for _ in range(model.num_blocks)
         )
         self.head = Head(model.dim, model.token_channels)
 
@@ -71,6 +80,9 @@ class CausalWan(WanNetwork):
         """The text is all: these models neither hear nor are led."""
         return session
 
+    def text(self, condition: list[Memory]) -> list[Memory]:
+        return condition
+
     def forward(
         self,
         noisy_BVC: Tensor,
@@ -80,7 +92,7 @@ class CausalWan(WanNetwork):
         cache_index: int,
     ) -> Tensor:
         """One pass over the current chunk; float32 in and out, returns x0 (B, V, C)."""
-        x = self.patch_embedding(noisy_BVC.to(self.patch_embedding.weight.dtype))
+        x = self.embed(noisy_BVC, condition)
         for index, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -88,8 +100,7 @@ class CausalWan(WanNetwork):
                 condition[index],
                 lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
             )
-        velocity: Tensor = self.head(x, *modulation.head)
-        return noisy_BVC - modulation.level * velocity.float()
+        return self.clean(noisy_BVC, x, modulation)
 
     @staticmethod
     def renoise(

@@ -14,7 +14,7 @@ dim, L layers of the speech model, A channels of its features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,10 +24,12 @@ from torch.nn import functional
 from characters_serve.config import ModelConfig
 from characters_serve.model.attention import attention
 from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.linear import AllReduce, alone
 from characters_serve.model.open.wan import (
     PATCH,
     CrossAttention,
     Head,
+    Injection,
     Memory,
     Modulation,
     NoiseLevel,
@@ -38,10 +40,11 @@ from characters_serve.model.open.wan import (
     tokens_of,
 )
 from characters_serve.model.rope import rotary_positions, rotate
+from characters_serve.model.shard import Shard, deal
 
 # Rows of `condition_kind`: what a token is.
 _NOISY, _REFERENCE, _MOTION = range(3)
-_ADAIN_EPS = 1e-5
+ADAIN_EPS = 1e-5
 
 
 class InjectedSpeech(NamedTuple):
@@ -110,10 +113,10 @@ def _normalised(x_BCT: Tensor) -> Tensor:
 
 
 class Injector(nn.Module):
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.attn = CrossAttention(dim, num_heads)
-        self.adain = nn.Linear(dim, 2 * dim)
+        self.attn = CrossAttention(model, shard, all_reduce)
+        self.adain = nn.Linear(model.dim, 2 * model.dim)
 
     def condition(self, tokens_BFTD: Tensor, whole_BFD: Tensor) -> InjectedSpeech:
         shift, scale = self.adain(functional.silu(whole_BFD))[:, :, None].chunk(2, dim=-1)
@@ -122,17 +125,20 @@ class Injector(nn.Module):
     def forward(self, x_BVD: Tensor, speech: InjectedSpeech) -> Tensor:
         """Each latent's tokens attend to that latent's speech."""
         x = torch.unflatten(x_BVD, 1, (speech.shift.shape[1], -1))
-        h = layer_norm(x, _ADAIN_EPS) * speech.scale + speech.shift
+        h = layer_norm(x, ADAIN_EPS) * speech.scale + speech.shift
         heard: Tensor = self.attn(h.flatten(0, 1), speech.memory)
         return x_BVD + heard.view_as(x_BVD)
 
 
 class LiveAvatar(WanNetwork):
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, shard: Shard | None = None, all_reduce: AllReduce = alone
+    ) -> None:
         super().__init__()
         assert model.wan is not None and model.live_avatar is not None
-        self.config = model
-        dim, heads, own = model.dim, model.num_heads, model.live_avatar
+        shard = shard or deal(model, 1)[0]
+        self.config, self.shard = model, shard
+        dim, own = model.dim, model.live_avatar
         self.noise_level = NoiseLevel(model.wan.freq_dim, dim)
         self.text_embedding = text_embedding(model.wan.text_dim, dim)
         self.patch_embedding = nn.Linear(model.token_channels, dim)
@@ -144,14 +150,19 @@ class LiveAvatar(WanNetwork):
         )
         # ModuleList is no generic type; as a sequence its elements are typed.
         self.blocks: Sequence[WanBlock] = nn.ModuleList(  # type: ignore[assignment]
-            WanBlock(dim, heads, model.mlp_dim) for _ in range(model.num_blocks)
+            WanBlock(model, shard, all_reduce) for _ in range(model.num_blocks)
         )
         self.speech_encoder = SpeechEncoder(own.audio_layers, own.audio_dim, dim, own.audio_tokens)
         self.injectors: Sequence[Injector] = nn.ModuleList(  # type: ignore[assignment]
-            Injector(dim, heads) for _ in own.audio_after_blocks
+            Injector(model, shard, all_reduce) for _ in own.audio_after_blocks
         )
         self.head = Head(dim, model.token_channels)
-        self._injector_after = {block: i for i, block in enumerate(own.audio_after_blocks)}
+        self.injector_after = {block: i for i, block in enumerate(own.audio_after_blocks)}
+
+    def projections(self) -> Iterator[tuple[nn.Module, str]]:
+        yield from super().projections()
+        for injector in self.injectors:
+            yield from ((injector.attn, name) for name in ("q", "o"))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -184,6 +195,7 @@ class LiveAvatar(WanNetwork):
         angles = rotary_positions(self.config, x.device).prefix(1)
 
         def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
+            cache.calibrate(block, q, k, v)
             for index in range(self.config.num_caches):
                 cache.store_prefix(block, index, k, v)
             return attention(rotate(q, angles), rotate(k, angles), v)
@@ -210,6 +222,18 @@ class LiveAvatar(WanNetwork):
         speech = [injector.condition(tokens, whole) for injector in self.injectors]
         return StepCondition(posed + self.condition_kind[_NOISY], text, speech)
 
+    def embed(self, noisy_BVC: Tensor, condition: StepCondition) -> Tensor:
+        return super().embed(noisy_BVC, condition) + condition.bias
+
+    def text(self, condition: StepCondition) -> list[Memory]:
+        return condition.text
+
+    def injection(self, index: int, condition: StepCondition) -> Injection | None:
+        if index not in self.injector_after:
+            return None
+        number = self.injector_after[index]
+        return Injection(self.injectors[number].attn, *condition.speech[number], ADAIN_EPS)
+
     def forward(
         self,
         noisy_BVC: Tensor,
@@ -219,7 +243,7 @@ class LiveAvatar(WanNetwork):
         cache_index: int,
     ) -> Tensor:
         """One denoising pass of the current chunk; float32 in and out, returns x0 (B, V, C)."""
-        x = self.patch_embedding(noisy_BVC.to(self._dtype)) + condition.bias
+        x = self.embed(noisy_BVC, condition)
         for index, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -227,11 +251,10 @@ class LiveAvatar(WanNetwork):
                 condition.text[index],
                 lambda q, k, v, i=index: cache.attend(i, cache_index, q, k, v),
             )
-            if index in self._injector_after:
-                injector = self._injector_after[index]
+            if index in self.injector_after:
+                injector = self.injector_after[index]
                 x = self.injectors[injector](x, condition.speech[injector])
-        velocity: Tensor = self.head(x, *modulation.head)
-        return noisy_BVC - modulation.level * velocity.float()
+        return self.clean(noisy_BVC, x, modulation)
 
     @staticmethod
     def renoise(
@@ -274,6 +297,10 @@ class LiveAvatarGenerator(nn.Module):
     ) -> StepCondition:
         """audio_window: (B, samples) at 16 kHz. Idle controls are not among its inputs."""
         return self.dit.condition(self.hear(audio_window), session)
+
+    @property
+    def network(self) -> LiveAvatar:
+        return self.dit
 
     def modulate(self, level: Tensor) -> Modulation:
         return self.dit.modulate(level)

@@ -2,6 +2,10 @@
 
 In: tokens, noise levels, text. Out: tokens. Knows nothing of caches or of any one family.
 
+Of its heads and MLP columns a tensor-parallel rank holds some; unlike in the characters family, q
+and k are normed over the whole width, so that the ranks add up square sums before they attend, and
+three times a block what they found.
+
 Letters: B batch, S tokens, D model dim, H heads, T text rows, Z latent channels. After Wan 2.1
 (arXiv 2503.20314). Two things differ from the published layout, and `weights` files hold it so:
 q, k and v are one matrix, and the rows of q and k are ordered so that a rotation turns dimension i
@@ -12,8 +16,8 @@ same, because q and k are reordered alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +25,15 @@ from torch.nn import functional
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.attention import attention
+from characters_serve.model.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    ParallelRMSNorm,
+    RowParallelLinear,
+    head_cut,
+    mlp_cut,
+)
+from characters_serve.model.shard import Shard
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -61,53 +74,79 @@ def layer_norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
 class SelfAttention(nn.Module):
     """q and k are normalised over the whole width, before they are cut into heads."""
 
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.heads = (num_heads, dim // num_heads)
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.o = nn.Linear(dim, dim)
-        self.norm_q = nn.RMSNorm(dim, eps=NORM_EPS)
-        self.norm_k = nn.RMSNorm(dim, eps=NORM_EPS)
+        self.heads = (len(shard.heads), model.head_dim)
+        self.qkv = ColumnParallelLinear(model.dim, head_cut(model, shard, 0, parts=3), bias=True)
+        self.o = _out_projection(model, shard, all_reduce)
+        norm = head_cut(model, shard, 0)
+        self.norm_q = ParallelRMSNorm(norm, NORM_EPS, all_reduce)
+        self.norm_k = ParallelRMSNorm(norm, NORM_EPS, all_reduce)
 
     def forward(self, x_BSD: Tensor, attend: Attend) -> Tensor:
-        q, k, v = self.qkv(x_BSD).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, self.heads) for part in (self.norm_q(q), self.norm_k(k), v))
-        out: Tensor = self.o(attend(q, k, v))
+        out: Tensor = self.o(attend(*self.split(self.qkv(x_BSD))))
         return out
+
+    def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> normed q and k, v: (B, S, H, head_dim)."""
+        q, k, v = projected.chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, self.heads) for part in (self.norm_q(q), self.norm_k(k), v))
+        return q, k, v
 
 
 class CrossAttention(nn.Module):
-    def __init__(self, dim: int, num_heads: int) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.heads = (num_heads, dim // num_heads)
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * dim)
-        self.o = nn.Linear(dim, dim)
-        self.norm_q = nn.RMSNorm(dim, eps=NORM_EPS)
-        self.norm_k = nn.RMSNorm(dim, eps=NORM_EPS)
+        self.heads = (len(shard.heads), model.head_dim)
+        self.q = ColumnParallelLinear(model.dim, head_cut(model, shard, 0), bias=True)
+        self.kv = ColumnParallelLinear(model.dim, head_cut(model, shard, 0, parts=2), bias=True)
+        self.o = _out_projection(model, shard, all_reduce)
+        norm = head_cut(model, shard, 0)
+        self.norm_q = ParallelRMSNorm(norm, NORM_EPS, all_reduce)
+        self.norm_k = ParallelRMSNorm(norm, NORM_EPS, all_reduce)
 
     def memory(self, context_BTD: Tensor) -> Memory:
         k, v = self.kv(context_BTD).chunk(2, dim=-1)
         return Memory(self.norm_k(k).unflatten(-1, self.heads), v.unflatten(-1, self.heads))
 
     def forward(self, x_BSD: Tensor, memory: Memory) -> Tensor:
-        q = self.norm_q(self.q(x_BSD)).unflatten(-1, self.heads)
-        out: Tensor = self.o(attention(q, memory.k, memory.v))
+        out: Tensor = self.o(self.attend(self.q(x_BSD), memory))
         return out
+
+    def attend(self, projected: Tensor, memory: Memory) -> Tensor:
+        """projected: q, not normed."""
+        q = self.norm_q(projected).unflatten(-1, self.heads)
+        return attention(q, memory.k, memory.v)
+
+
+def _out_projection(model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> RowParallelLinear:
+    cut = head_cut(model, shard, 1)
+    return RowParallelLinear(cut, model.dim, all_reduce, bias=True, adds_bias=shard.rank == 0)
 
 
 class WanBlock(nn.Module):
     """Self-attention, text, MLP, one after the other."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_dim: int) -> None:
+    def __init__(self, model: ModelConfig, shard: Shard, all_reduce: AllReduce) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(dim, num_heads)
+        dim = model.dim
+        self.self_attn = SelfAttention(model, shard, all_reduce)
         self.norm3 = nn.LayerNorm(dim, eps=NORM_EPS)
-        self.cross_attn = CrossAttention(dim, num_heads)
+        self.cross_attn = CrossAttention(model, shard, all_reduce)
         self.ffn = nn.Sequential(
-            nn.Linear(dim, mlp_dim), nn.GELU(approximate="tanh"), nn.Linear(mlp_dim, dim)
+            ColumnParallelLinear(dim, mlp_cut(model, shard, 0), bias=True),
+            nn.GELU(approximate="tanh"),
+            RowParallelLinear(
+                mlp_cut(model, shard, 1), dim, all_reduce, bias=True, adds_bias=shard.rank == 0
+            ),
         )
         self.modulation = nn.Parameter(torch.randn(6, dim) / dim**0.5)
+
+    def projections(self) -> Iterator[tuple[nn.Module, str]]:
+        """All matrices but the text's keys and values, which are made once a session."""
+        yield from ((self.self_attn, name) for name in ("qkv", "o"))
+        yield from ((self.cross_attn, name) for name in ("q", "o"))
+        yield from ((self.ffn, name) for name in ("0", "2"))
 
     def modulate(self, projected: Tensor) -> BlockModulation:
         """projected: float32 (..., 6, D), from `NoiseLevel`."""
@@ -174,6 +213,19 @@ def _linear_in_float32(layer: nn.Module, x: Tensor) -> Tensor:
     return functional.linear(x, layer.weight.float(), layer.bias.float())
 
 
+class Injection(NamedTuple):
+    """What is attended to after a block: AdaIN of what asks, and the keys and values.
+
+    shift, scale: (B, latents, 1, D); memory: B x latents in the batch.
+    """
+
+    attn: CrossAttention
+    shift: Tensor
+    scale: Tensor
+    memory: Memory
+    eps: float
+
+
 def text_embedding(text_dim: int, dim: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
 
@@ -190,11 +242,21 @@ class WanNetwork(nn.Module):
     """What every family does with its noise level and its text; it makes the parts itself."""
 
     config: ModelConfig
+    shard: Shard
     noise_level: NoiseLevel
     text_embedding: nn.Sequential
     patch_embedding: nn.Linear
     blocks: Sequence[WanBlock]
     head: Head
+
+    @property
+    def network(self) -> WanNetwork:
+        """What the passes run through."""
+        return self
+
+    def projections(self) -> Iterator[tuple[nn.Module, str]]:
+        for block in self.blocks:
+            yield from block.projections()
 
     def modulate(self, level: Tensor) -> Modulation:
         """level: (), or (F,) for a level of its own for each latent of the chunk."""
@@ -207,6 +269,24 @@ class WanNetwork(nn.Module):
             [block.modulate(projected) for block in self.blocks],
             self.head.modulate(embedded),
         )
+
+    def embed(self, noisy_BVC: Tensor, condition: Any) -> Tensor:
+        """A chunk's tokens (B, V, D), as the first block takes them."""
+        x: Tensor = self.patch_embedding(noisy_BVC.to(self.patch_embedding.weight.dtype))
+        return x
+
+    def text(self, condition: Any) -> list[Memory]:
+        """Of a step's condition, for each block."""
+        raise NotImplementedError
+
+    def injection(self, index: int, condition: Any) -> Injection | None:
+        """What comes after block `index`, if anything."""
+        return None
+
+    def clean(self, noisy_BVC: Tensor, x_BVD: Tensor, modulation: Modulation) -> Tensor:
+        """x0 (B, V, C), from what the last block leaves."""
+        velocity: Tensor = self.head(x_BVD, *modulation.head)
+        return noisy_BVC - modulation.level * velocity.float()
 
     def read_text(self, text_BTC: Tensor) -> list[Memory]:
         """text: (B, rows, text_dim) of the text encoder -> every block's keys and values of it."""

@@ -33,8 +33,10 @@ class SpeechFeatures(nn.Module):
     def __init__(self, network: nn.Module, model: ModelConfig) -> None:
         super().__init__()
         self.network = network
-        self._first_step = _STEPS_PER_FRAME * model.audio.past_frames
-        self._frames = model.frames_per_chunk
+        first_step = _STEPS_PER_FRAME * model.audio.past_frames
+        # On the device from the start: a copy in each step would make it wait.
+        device = next(network.parameters()).device
+        self._positions = (first_step + frame_steps(model.frames_per_chunk)).to(device)
 
     @torch.no_grad()
     def forward(self, window: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ class SpeechFeatures(nn.Module):
         weight = next(self.network.parameters())
         found: Any = self.network(loud.to(weight.dtype), output_hidden_states=True)
         steps_BLTA = torch.stack(found.hidden_states, dim=1)
-        return interpolated(steps_BLTA, self._first_step + frame_steps(self._frames))
+        return interpolated(steps_BLTA, self._positions)
 
 
 def frame_steps(num_frames: int) -> Tensor:
@@ -60,7 +62,7 @@ def frame_steps(num_frames: int) -> Tensor:
 def interpolated(steps_BLTA: Tensor, positions: Tensor) -> Tensor:
     """Linear between steps, (B, L, A, frames); past the last step it stays the last."""
     last = steps_BLTA.shape[2] - 1
-    positions = positions.to(steps_BLTA.device).clamp(max=last)
+    positions = positions.clamp(max=last)
     before = positions.long()
     share = (positions - before).to(steps_BLTA.dtype)[:, None]
     after = (before + 1).clamp(max=last)
