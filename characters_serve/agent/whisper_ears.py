@@ -58,6 +58,8 @@ class WhisperEars:
     description = "whisper, on this machine"
     # A long turn takes a core for 100-300 ms, which frames must not wait for.
     niceness = 5
+    pause_s = 0.096
+    settled = True
 
     def __init__(self, model: Path, language: str = "en") -> None:
         """Raises ValueError when the model does not know the language."""
