@@ -379,8 +379,9 @@ class LocalAgent:
         self._ahead = None
         left = bool(ahead.job.utterance.sentences)
         self._emit(UserSpeech(self.session_id, speaking=True, barge_in=left))
+        ahead.job.answers = False  # its words are still in the turn
         self._drop_until(self._last_id, by_user=True)
-        self._unanswered = ahead.unanswered
+        self._unanswered = f"{ahead.unanswered} {self._unanswered}".strip()
         self._history.take_back_user(ahead.words)
 
     def _end_turn(self, heard: bool) -> None:

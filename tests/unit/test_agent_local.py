@@ -294,6 +294,17 @@ async def test_who_goes_on_takes_an_answer_back_that_nobody_has_heard(models: Lo
         assert s.agent._unanswered == ""
 
 
+async def test_what_is_typed_meanwhile_is_not_taken_back(models: LocalModels) -> None:
+    async with scene(models) as s:
+        await answered_ahead(s, "My name is Peter.")
+        s.agent.read("Where do you live?")
+        s.agent.hear(question_pcm("And I am tired.", 16_000))
+        assert s.agent._unanswered == "Where do you live?"
+        s.agent.hear(SILENCE_16K * 700)
+        await s.until_said(2)
+        assert len(s.transcripts("user")) == 1
+
+
 async def test_going_on_before_the_answer_was_heard_makes_one_turn(models: LocalModels) -> None:
     async with scene(models) as s:
         await s.speak("My name is Peter.", tail_ms=560)
