@@ -367,6 +367,7 @@ class EngineConfig(Frozen):
     ready_timeout_s: Seconds = 120.0
     stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
+    idle_passes: Positive = Field(2, description="passes of a chunk in which nothing is said")
     pattern: PatternConfig = PatternConfig()
 
 
@@ -565,17 +566,8 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        passes, degraded = len(self.model.noise_levels), self.engine.degraded_passes
-        if self.model.cache_policy == "per_pass" and degraded != passes:
-            raise ValueError(
-                f"engine.degraded_passes must be {passes} under cache_policy per_pass: each pass "
-                "owns a cache that every chunk must be written to"
-            )
-        if not min(2, passes) <= degraded <= passes:
-            raise ValueError(
-                f"engine.degraded_passes must lie between {min(2, passes)} and {passes}: a chunk "
-                "begins at the first noise level and is remembered at the last"
-            )
+        self._check_passes("degraded_passes", self.engine.degraded_passes)
+        self._check_passes("idle_passes", self.engine.idle_passes)
         self._check_open_family()
         try:
             deal(self.model, self.engine.tensor_parallel)
@@ -588,6 +580,19 @@ class Config(Frozen):
             if getattr(self.optimizations, flag) and self.engine.dtype == "float32":
                 raise ValueError(f"optimizations.{flag} sums in bf16: engine.dtype is float32")
         return self
+
+    def _check_passes(self, field: str, fewer: int) -> None:
+        passes = len(self.model.noise_levels)
+        if self.model.cache_policy == "per_pass" and fewer != passes:
+            raise ValueError(
+                f"engine.{field} must be {passes} under cache_policy per_pass: each pass "
+                "owns a cache that every chunk must be written to"
+            )
+        if not min(2, passes) <= fewer <= passes:
+            raise ValueError(
+                f"engine.{field} must lie between {min(2, passes)} and {passes}: a chunk "
+                "begins at the first noise level and is remembered at the last"
+            )
 
     def _check_open_family(self) -> None:
         own, model = self.model.causal_wan, self.model

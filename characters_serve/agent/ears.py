@@ -29,6 +29,13 @@ class Ears(Protocol):
 
     description: str
     niceness: int
+    pause_s: float
+    """The silence at which `pause` is worth its time."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether `finish` would return what the last `pause` did."""
+        ...
 
     def begin(self) -> None: ...
 

@@ -83,6 +83,13 @@ class History:
     def add_user(self, text: str) -> None:
         self._add(text)
 
+    def take_back_user(self, text: str) -> None:
+        """The turn that these words began goes on, and will be added whole."""
+        newest_first = range(len(self._entries) - 1, -1, -1)
+        found = next((i for i in newest_first if self._entries[i] == text), None)
+        if found is not None:
+            del self._entries[found]
+
     def add_utterance(self, utterance: Utterance) -> None:
         self._add(utterance)
 

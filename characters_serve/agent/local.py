@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 import zlib
@@ -55,6 +56,9 @@ _VAD_WINDOW = 512
 _PREROLL_WINDOWS = 10
 # Voiced time without a recognised word after which the user is told; shorter is taken for noise.
 _PARDON_SPEECH_S = 0.6
+# An answer may leave so long before the wait for more is over: its way to the user's ear takes
+# longer, and who goes on meanwhile takes it back unheard.
+_AHEAD_S = 0.2
 # A microphone that sends nothing for this long in the middle of a turn was muted or cut off.
 _MICROPHONE_GONE_S = 1.0
 
@@ -117,7 +121,29 @@ class Hear:
     pcm: bytes = b""
     speech_s: float = 0.0
     turn: TurnClock | None = None
-    pause: int = 0
+    pause: Pause | None = None
+
+
+@dataclass(eq=False)
+class Pause:
+    """What is found out about one pause of the user: final words, and how likely the turn is over.
+
+    judged: no melody is waited for any more.
+    """
+
+    judged: bool
+    words: str | None = None
+    settled: bool = False
+    over: float | None = None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """An answer that left before the turn was over, and what was unanswered before it."""
+
+    words: str
+    unanswered: str
+    job: Job
 
 
 class LocalAgent:
@@ -144,7 +170,10 @@ class LocalAgent:
         self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
         self._filler_after_s = config.chat.filler_after_s
         self._end_silence_s = config.end_of_turn_silence_s
-        self._turns = TurnDetector(TurnRules(self._end_silence_s, config.barge_in_speech_s))
+        rules = TurnRules(
+            self._end_silence_s, config.barge_in_speech_s, pause_s=models.ears.pause_s
+        )
+        self._turns = TurnDetector(rules)
         self._history = History()
         self._open = False
 
@@ -155,7 +184,9 @@ class LocalAgent:
         self._held: list[bytes] = []
         self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
         self._partial = ""
-        self._pauses = 0
+        self._pause: Pause | None = None
+        self._judging: set[asyncio.Task[None]] = set()
+        self._ahead: Ahead | None = None
         self._unanswered = ""
         self._asked_pardon = False
 
@@ -171,6 +202,7 @@ class LocalAgent:
         self._listen_thread = ThreadPoolExecutor(
             1, "listen", initializer=yield_cores, initargs=(models.ears.niceness,)
         )
+        self._melody_thread = ThreadPoolExecutor(1, "melody")
         self._speak_thread = ThreadPoolExecutor(1, "speak")
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -240,11 +272,12 @@ class LocalAgent:
 
     async def close(self) -> None:
         self._open = False
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._judging]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._listen_thread.shutdown(wait=True, cancel_futures=True)
-        self._speak_thread.shutdown(wait=True, cancel_futures=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for thread in (self._listen_thread, self._melody_thread, self._speak_thread):
+            thread.shutdown(wait=True, cancel_futures=True)
         if self._chat:
             await self._chat.close()
 
@@ -280,8 +313,11 @@ class LocalAgent:
                     self._emit(UserSpeech(self.session_id, speaking=True, barge_in=True))
                     self._drop_until(self._last_id, by_user=True)
                 case TurnEvent.PAUSED:
-                    self._pauses += 1
-                    self._order(Hear("pause", b"".join(self._turn_pcm), pause=self._pauses))
+                    self._begin_pause()
+                case TurnEvent.RESUMED if self._ahead is not None:
+                    self._take_back(self._ahead)
+                case TurnEvent.LIKELY_OVER:
+                    self._answer_ahead()
                 case TurnEvent.ENDED | TurnEvent.DISCARDED:
                     self._end_turn(event is TurnEvent.ENDED)
 
@@ -295,13 +331,79 @@ class LocalAgent:
             self._held.clear()
         self._order(Hear("feed", window))
 
+    def _begin_pause(self) -> None:
+        melody = self._models.smart_turn
+        pause = self._pause = Pause(judged=melody is None)
+        self._order(Hear("pause", pause=pause))
+        if melody is not None:
+            judging = asyncio.create_task(self._judge(pause, melody, b"".join(self._turn_pcm)))
+            self._judging.add(judging)
+            judging.add_done_callback(self._judging.discard)
+
+    async def _judge(self, pause: Pause, melody: SmartTurn, pcm: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            pause.over = await loop.run_in_executor(self._melody_thread, melody.over, pcm)
+        except Exception as error:
+            log.exception("the turn's melody was not understood")
+            self._emit(AgentError(self.session_id, f"end of turn failed: {type(error).__name__}"))
+        pause.judged = True
+        self._decide(pause)
+
+    def _decide(self, pause: Pause) -> None:
+        """How long the silence must last, as soon as the words are there; the melody may follow."""
+        if not self._lasts(pause) or pause.words is None:
+            return
+        wait_s = silence_to_end(pause.words, self._end_silence_s, pause.over)
+        sure = pause.judged and pause.settled and pause.words
+        self._turns.end_after(wait_s, wait_s - _AHEAD_S if sure else math.inf)
+
+    def _lasts(self, pause: Pause) -> bool:
+        return pause is self._pause and self._turns.in_turn and self._turns.paused
+
+    def _answer_ahead(self) -> None:
+        assert self._pause is not None
+        words = self._pause.words
+        assert words
+        turn = self._silence_clock()
+        turn.stamp("transcript", self._clock_s())
+        unanswered, self._unanswered = self._unanswered, ""
+        self._asked_pardon = False
+        self._emit(UserSpeech(self.session_id, speaking=False, barge_in=False))
+        self._history.add_user(words)
+        job = self._enqueue(f"{unanswered} {words}".strip(), answers=True, turn=turn)
+        self._ahead = Ahead(words, unanswered, job)
+
+    def _take_back(self, ahead: Ahead) -> None:
+        """The user goes on, and has heard nothing of the answer yet."""
+        self._ahead = None
+        left = bool(ahead.job.utterance.sentences)
+        self._emit(UserSpeech(self.session_id, speaking=True, barge_in=left))
+        ahead.job.answers = False  # its words are still in the turn
+        self._drop_until(self._last_id, by_user=True)
+        self._unanswered = f"{ahead.unanswered} {self._unanswered}".strip()
+        self._history.take_back_user(ahead.words)
+
     def _end_turn(self, heard: bool) -> None:
+        self._held.clear()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._partial = ""
+            self._say_heard(ahead.words)
+            return
+        turn = self._silence_clock()
+        self._emit(UserSpeech(self.session_id, speaking=False, barge_in=False))
+        self._order(Hear("finish" if heard else "discard", b"", self._turns.speech_s, turn))
+
+    def _silence_clock(self) -> TurnClock:
+        """Of a turn that is, or may be, over now."""
         now_s = self._clock_s()
         turn = TurnClock(now_s - self._turns.silence_s)
         turn.stamp("end_of_turn", now_s)
-        self._held.clear()
-        self._emit(UserSpeech(self.session_id, speaking=False, barge_in=False))
-        self._order(Hear("finish" if heard else "discard", b"", self._turns.speech_s, turn))
+        return turn
+
+    def _say_heard(self, words: str) -> None:
+        self._emit(Transcript(self.session_id, "user", words, True, self._last_id + 1))
 
     def _order(self, order: Hear) -> None:
         self._hear_orders.put_nowait(order)
@@ -314,20 +416,17 @@ class LocalAgent:
             while not self._hear_orders.empty():
                 orders.append(self._hear_orders.get_nowait())
             for order in _joined(orders):
-                over: float | None = None
+                if order.pause is not None and not self._lasts(order.pause):
+                    continue  # the user has gone on already
                 try:
                     words = await loop.run_in_executor(self._listen_thread, self._hear, order)
-                    if self._still_paused(order) and self._models.smart_turn is not None:
-                        over = await loop.run_in_executor(
-                            self._listen_thread, self._models.smart_turn.over, order.pcm
-                        )
                 except Exception as error:
                     log.exception("the recogniser failed")
                     self._emit(
                         AgentError(self.session_id, f"recognition failed: {type(error).__name__}")
                     )
                     words = ""
-                self._heard(order, words, over)
+                self._heard(order, words)
 
     def _hear(self, order: Hear) -> str:
         ears = self._models.ears
@@ -344,13 +443,10 @@ class LocalAgent:
             case "discard":
                 return ""
 
-    def _still_paused(self, order: Hear) -> bool:
-        turns = self._turns
-        return turns.in_turn and turns.paused and order.pause == self._pauses
-
-    def _heard(self, order: Hear, words: str, over: float | None) -> None:
-        if self._still_paused(order):
-            self._turns.end_after(silence_to_end(words, self._end_silence_s, over))
+    def _heard(self, order: Hear, words: str) -> None:
+        if order.pause is not None:
+            order.pause.words, order.pause.settled = words, self._models.ears.settled
+            self._decide(order.pause)
         if order.kind in ("feed", "pause"):
             if words and words != self._partial:
                 self._partial = words
@@ -362,7 +458,7 @@ class LocalAgent:
 
     def _turn_over(self, words: str, speech_s: float, turn: TurnClock) -> None:
         if words or self._partial:
-            self._emit(Transcript(self.session_id, "user", words, True, self._last_id + 1))
+            self._say_heard(words)
         self._partial = ""
         if words:
             self._history.add_user(words)
@@ -379,11 +475,12 @@ class LocalAgent:
 
     # ------------------------------------------------------------ utterances
 
-    def _enqueue(self, text: str, *, answers: bool, turn: TurnClock | None) -> None:
+    def _enqueue(self, text: str, *, answers: bool, turn: TurnClock | None) -> Job:
         self._last_id += 1
         job = Job(Utterance(self._last_id), text, answers, turn)
         self._waiting.append(job)
         self._jobs.put_nowait(job)
+        return job
 
     def _drop_until(self, utterance_id: int, *, by_user: bool = False) -> None:
         now_s = self._clock_s()

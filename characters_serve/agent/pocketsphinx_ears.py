@@ -58,6 +58,7 @@ class PocketsphinxEars:
 
     description = "pocketsphinx (small; clear, simple English works best)"
     niceness = 0
+    pause_s = 0.192  # what is said after it has to be decoded from the turn's beginning
 
     def __init__(self) -> None:
         from pocketsphinx import Decoder
@@ -85,6 +86,10 @@ class PocketsphinxEars:
         self._decoding = False
         self._pcm = bytearray()
         self._final = ""
+
+    @property
+    def settled(self) -> bool:
+        return not self._decoding
 
     def begin(self) -> None:
         self._pcm.clear()

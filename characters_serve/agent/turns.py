@@ -5,6 +5,7 @@ Time is counted in windows of microphone audio, so a late or bursty network chan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -14,6 +15,7 @@ class TurnEvent(Enum):
     BARGE_IN = auto()
     PAUSED = auto()
     RESUMED = auto()
+    LIKELY_OVER = auto()  # an answer may be on its way; RESUMED takes it back
     ENDED = auto()
     DISCARDED = auto()  # too short to be speech: a click, a cough
 
@@ -33,7 +35,7 @@ class TurnRules:
     start_probability_over_voice: float = 0.7
     stop_probability: float = 0.35
     start_s: float = 0.064
-    pause_s: float = 0.2
+    pause_s: float = 0.096
     min_speech_s: float = 0.16
     max_turn_s: float = 30.0
 
@@ -45,23 +47,27 @@ class TurnDetector:
         self._rules = rules
         self.in_turn = False
         self.paused = False
+        self.likely_over = False
         self.speech_s = 0.0
         self.silence_s = 0.0
         self._end_silence_s = rules.end_silence_s
+        self._likely_silence_s = math.inf
         self._run_s = 0.0
         self._loud_s = 0.0
         self._turn_s = 0.0
         self._barged_in = False
 
-    def end_after(self, silence_s: float) -> None:
-        """What was said tells how long the present silence must last to end the turn."""
+    def end_after(self, silence_s: float, likely_after_s: float = math.inf) -> None:
+        """What was said tells how long the present silence must last to end the turn, and, where
+        it can be answered ahead, how long before that is likely enough."""
         self._end_silence_s = silence_s
+        self._likely_silence_s = likely_after_s
 
     def step(self, probability: float, character_speaking: bool) -> list[TurnEvent]:
         rules = self._rules
-        start = (
-            rules.start_probability_over_voice if character_speaking else rules.start_probability
-        )
+        # An answer that is still on its way has no echo yet.
+        echo = character_speaking and not self.likely_over
+        start = rules.start_probability_over_voice if echo else rules.start_probability
         if not character_speaking:
             self._loud_s = 0.0
             self._barged_in = False
@@ -92,8 +98,7 @@ class TurnDetector:
         self.in_turn = True
         self.paused = False
         self.speech_s = self._turn_s = self._run_s
-        self.silence_s = 0.0
-        self._end_silence_s = self._rules.end_silence_s
+        self._speech_goes_on()
         return [TurnEvent.STARTED]
 
     def _inside(self, probability: float, start: float) -> list[TurnEvent]:
@@ -103,8 +108,7 @@ class TurnDetector:
         voiced = probability >= (start if self.paused else rules.stop_probability)
         if voiced:
             self.speech_s += rules.window_s
-            self.silence_s = 0.0
-            self._end_silence_s = rules.end_silence_s
+            self._speech_goes_on()
             if self._turn_s >= rules.max_turn_s:
                 return [self._end()]
             if self.paused:
@@ -117,10 +121,23 @@ class TurnDetector:
         if not self.paused and self.silence_s >= rules.pause_s - 1e-9:
             self.paused = True
             return [TurnEvent.PAUSED]
+        if not self.likely_over and self.silence_s >= self._likely_silence_s - 1e-9:
+            self.likely_over = self._is_speech
+            return [TurnEvent.LIKELY_OVER] if self.likely_over else []
         return []
+
+    def _speech_goes_on(self) -> None:
+        self.silence_s = 0.0
+        self.likely_over = False
+        self._end_silence_s = self._rules.end_silence_s
+        self._likely_silence_s = math.inf
+
+    @property
+    def _is_speech(self) -> bool:
+        return self.speech_s >= self._rules.min_speech_s - 1e-9
 
     def _end(self) -> TurnEvent:
         self.in_turn = False
+        self.likely_over = False
         self._run_s = 0.0
-        heard = self.speech_s >= self._rules.min_speech_s - 1e-9
-        return TurnEvent.ENDED if heard else TurnEvent.DISCARDED
+        return TurnEvent.ENDED if self._is_speech else TurnEvent.DISCARDED

@@ -6,6 +6,10 @@ encoded, with a little silence, and the encoding of an empty window, computed on
 it: 50 ms instead of 500 ms for a question of 1 to 3 s, 0.13 of the time over 124 sentences in four
 synthetic voices (764 words), with 218 word errors instead of 224. That is quick enough to work
 while the user speaks.
+
+Half a window is enough for most: decoding then takes 64 ms instead of 86 beside other programs. In
+3 of 100 clips whisper goes round in circles in it, and is given the whole one. Over 98 sentences in
+two voices, clear and with noise (392 clips, 1,972 words): 144 word errors instead of 185.
 """
 
 from __future__ import annotations
@@ -37,7 +41,10 @@ _PAD_S = 1.5
 _RATE = 16_000
 _WINDOW_S = 30
 _STEP = 320  # samples behind each position of the encoder
+_POSITIONS = _WINDOW_S * _RATE // _STEP
 _MAX_TOKENS = 224
+# More than this is not said: "five five five one two three four" in a second has 7.
+_TOKENS_PER_S = 8
 # What the user says is written down anew after so much more of it, and a quarter of its length.
 _PARTIAL_S = 0.8
 # Silence and noise come with 0.76 or more and -0.99 or less; "No." with 0.41 and -0.53.
@@ -57,7 +64,9 @@ class WhisperEars:
 
     description = "whisper, on this machine"
     # A long turn takes a core for 100-300 ms, which frames must not wait for.
-    niceness = 5
+    niceness = 0
+    pause_s = 0.096
+    settled = True
 
     def __init__(self, model: Path, language: str = "en") -> None:
         """Raises ValueError when the model does not know the language."""
@@ -105,24 +114,37 @@ class WhisperEars:
         padded = np.concatenate((samples, np.zeros(round(_PAD_S * _RATE), np.float32)))
         if len(padded) > _WINDOW_S * _RATE:
             return self._transcribe_windows(samples)
+        encoded = self._encode(padded[: len(padded) // _STEP * _STEP])
+        tokens = len(self._prompt) + round(_TOKENS_PER_S * (1 + len(samples) / _RATE))
+        if tokens < _MAX_TOKENS:
+            text = self._decode(encoded, _POSITIONS // 2, tokens)
+            if text and not ends_in_circles(text):
+                return text
+        text = self._decode(encoded, _POSITIONS, _MAX_TOKENS)
+        return self._transcribe_windows(samples) if text is None or repeats(text) else text
+
+    def _decode(
+        self, encoded: NDArray[np.float32], num_positions: int, max_tokens: int
+    ) -> str | None:
+        """The words, of which there may be none; None when they find no end."""
         import ctranslate2
 
-        encoded = self._encode(padded[: len(padded) // _STEP * _STEP])
-        window = np.concatenate((encoded, self._silence[:, encoded.shape[1] :]), axis=1)
+        silence = self._silence[:, encoded.shape[1] : num_positions]
+        window = np.concatenate((encoded, silence), axis=1)
         (heard,) = self._model.model.generate(
             ctranslate2.StorageView.from_array(window),
             [self._prompt],
             beam_size=1,
-            max_length=_MAX_TOKENS,
+            max_length=max_tokens,
             return_scores=True,
             return_no_speech_prob=True,
         )
         if heard.no_speech_prob > _NO_SPEECH and heard.scores[0] < _UNSURE:
             return ""
-        text: str = self._tokenizer.decode(heard.sequences_ids[0])
-        if repeats(text):
-            return self._transcribe_windows(samples)
-        return clean_words(text)
+        tokens = heard.sequences_ids[0]
+        if len(self._prompt) + len(tokens) >= max_tokens:
+            return None
+        return clean_words(self._tokenizer.decode(tokens))
 
     def _encode(self, samples: Samples) -> NDArray[np.float32]:
         """1 x positions x width."""
@@ -145,6 +167,15 @@ class WhisperEars:
 def repeats(text: str) -> bool:
     data = text.encode()
     return len(data) > _REPEATS * len(zlib.compress(data))
+
+
+def ends_in_circles(text: str) -> bool:
+    """The last words are those before them: "where are you? Where are you?", "no no no"."""
+    words = re.findall(r"[\w']+", text.lower())
+    if len(words) >= 3 and len(set(words[-3:])) == 1:
+        return True
+    halves = range(2, len(words) // 2 + 1)
+    return any(words[-size:] == words[-2 * size : -size] for size in halves)
 
 
 def clean_words(text: str) -> str:

@@ -227,7 +227,8 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     ranks.join()
     sums = share_sums(generator, config.optimizations, ranks)
     all_passes = len(model.noise_levels)
-    warm_ms = warm_up(denoiser, packed, model, [engine.degraded_passes, all_passes])
+    fewer = [engine.degraded_passes, engine.idle_passes]
+    warm_ms = warm_up(denoiser, packed, model, [*fewer, all_passes])
     computing = Rank(model, link, ranks, denoiser, packed, sums)
     link.ready(
         {

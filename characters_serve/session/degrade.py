@@ -1,5 +1,7 @@
 """In: how long steps and decodes take, and underruns. Out: how many denoising passes to ask for.
 
+Chunks in which nothing is said may always have fewer; what those cost says nothing of the others.
+
 Pure policy. The rank and the decoder work on different chunks at once, so what must fit a chunk's
 period is the slower of the two, unless one process does both. Recovery is tried after a calm time
 that doubles whenever it proved too early. Knows nothing of the model.
@@ -20,11 +22,18 @@ WARMUP_CHUNKS: Final = 6
 
 class DegradeLadder:
     def __init__(
-        self, *, passes: int, degraded_passes: int, period_s: float, overlapped: bool
+        self,
+        *,
+        passes: int,
+        degraded_passes: int,
+        idle_passes: int,
+        period_s: float,
+        overlapped: bool,
     ) -> None:
         self.degraded = False
         self._passes = passes
         self._degraded_passes = degraded_passes
+        self._idle_passes = idle_passes
         self._period_ms = period_s * 1000
         self._overlapped = overlapped
         self._ewma_ms: float | None = None
@@ -35,16 +44,21 @@ class DegradeLadder:
 
     @property
     def passes(self) -> int:
+        """Of a chunk that speaks."""
         return self._degraded_passes if self.degraded else self._passes
+
+    @property
+    def idle_passes(self) -> int:
+        return min(self._idle_passes, self.passes)
 
     @property
     def load(self) -> float:
         """Share of the period that a chunk costs, smoothed."""
         return (self._ewma_ms or 0.0) / self._period_ms
 
-    def chunk(self, now_s: float, step_ms: float, decode_ms: float) -> None:
+    def chunk(self, now_s: float, passes: int, step_ms: float, decode_ms: float) -> None:
         self._seen += 1
-        if self._seen <= WARMUP_CHUNKS:
+        if self._seen <= WARMUP_CHUNKS or passes < self.passes:
             return
         cost_ms = max(step_ms, decode_ms) if self._overlapped else step_ms + decode_ms
         if self._ewma_ms is None:

@@ -114,6 +114,7 @@ class LiveSession:
         self._ladder = DegradeLadder(
             passes=len(model.noise_levels),
             degraded_passes=config.engine.degraded_passes,
+            idle_passes=config.engine.idle_passes,
             period_s=model.chunk_period_s,
             overlapped=config.optimizations.dedicated_decoder,
         )
@@ -310,7 +311,7 @@ class LiveSession:
         self._counters.count("late_chunks_total", float(late))
         self._counters.observe("step_ms", chunk.step_ms)
         self._counters.observe("decode_ms", chunk.decode_ms)
-        self._ladder.chunk(now_s, chunk.step_ms, chunk.decode_ms)
+        self._ladder.chunk(now_s, chunk.passes, chunk.step_ms, chunk.decode_ms)
         if self._peer is not None:
             self._peer.delivery.try_start()
         self._wanted.set()
@@ -322,11 +323,12 @@ class LiveSession:
             await self._wanted.wait()
             self._wanted.clear()
             while self._credits() > 0:
+                ladder, speaks = self._ladder, self._chunker.speech_waits
                 step = self._chunker.next(
-                    passes=self._ladder.passes,
+                    passes=ladder.passes if speaks else ladder.idle_passes,
                     listening_energy=self._conversation.listening_energy,
                 )
-                if step.passes < full:
+                if ladder.passes < full:
                     self._counters.count("degraded_chunks_total")
                 if not self._playout.in_flight:
                     self._chunk_s = time.monotonic()

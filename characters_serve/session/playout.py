@@ -138,7 +138,9 @@ class Playout:
         if self.speaking or len(self._latencies_s) < LATENCIES_NEEDED:
             return float(self.target)
         usual_s = sorted(self._latencies_s)[math.floor(USUAL_SHARE * (len(self._latencies_s) - 1))]
-        return min(float(self.target), (usual_s + self._margin_s) / self._chunk_s)
+        # Where speech ran dry, more is kept in hand before it begins, too.
+        raised = self.target - self._base_target
+        return min(float(self.target), raised + (usual_s + self._margin_s) / self._chunk_s)
 
     @property
     def depth(self) -> float:
@@ -193,7 +195,10 @@ class Playout:
             )
         self._expected_index += 1
         self.in_flight -= 1
-        self._latencies_s.append(now_s - self._sent_s.popleft())
+        sent_s = self._sent_s.popleft()
+        # Steps of speech wait behind each other for a full buffer: that is no measure of idling.
+        if not chunk.utterance_id:
+            self._latencies_s.append(now_s - sent_s)
         self._buffer.append(self._cut(chunk, voice))
         return True
 

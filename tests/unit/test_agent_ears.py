@@ -14,7 +14,13 @@ import pytest
 from characters_serve.agent.ears import load_ears
 from characters_serve.agent.pocketsphinx_ears import Hearing, PocketsphinxEars, choose
 from characters_serve.agent.understanding import normalise
-from characters_serve.agent.whisper_ears import WhisperEars, clean_words, find_model, repeats
+from characters_serve.agent.whisper_ears import (
+    WhisperEars,
+    clean_words,
+    ends_in_circles,
+    find_model,
+    repeats,
+)
 from characters_serve.config import AgentConfig
 from tests.e2e.speech import question_pcm
 
@@ -208,3 +214,31 @@ def test_a_turn_beyond_one_window_is_heard_to_its_end(whisper: WhisperEars) -> N
 def test_text_that_repeats_itself_is_noticed() -> None:
     assert repeats("Tell me a joke. " * 20)
     assert not repeats("No, no, no.") and not repeats("What is seven plus five?")
+
+
+def test_words_that_go_round_in_circles_are_noticed() -> None:
+    for circles in (
+        "Where are you? Where are you?",
+        "No, no, no.",
+        "Tell me a joke. A joke. A joke.",
+    ):
+        assert ends_in_circles(circles), circles
+    for sentence in ("", "No, no.", "I said that that was all.", "What do you do?", "Bye bye."):
+        assert not ends_in_circles(sentence), sentence
+
+
+def test_whisper_gets_its_whole_window_where_half_of_one_leads_in_circles(
+    whisper: WhisperEars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode, positions = WhisperEars._decode, []
+
+    def circling(self: WhisperEars, encoded: Any, num_positions: int, max_tokens: int) -> Any:
+        positions.append(num_positions)
+        heard = decode(self, encoded, num_positions, max_tokens)
+        return heard if len(positions) > 1 else f"{heard} {heard}"
+
+    monkeypatch.setattr(WhisperEars, "_decode", circling)
+    whisper.begin()
+    whisper._pcm += question_pcm("What is your name?", 16_000)
+    assert normalise(whisper.finish()) == "what is your name"
+    assert positions == [750, 1500]

@@ -119,8 +119,8 @@ async def test_a_spoken_question_gets_a_spoken_answer(models: LocalModels) -> No
         timing = next(e for e in s.events if isinstance(e, TurnTiming))
         stages = timing.stages_ms
         assert list(stages) == ["end_of_turn", "transcript", "reply", "first_audio"]
-        # 0.3 s, because the question is complete; or 0.5 where its words came late.
-        assert 300 <= stages["end_of_turn"] <= 560
+        # 0.2 s, because the question is complete; or 0.5 where its words came late.
+        assert 190 <= stages["end_of_turn"] <= 560
         assert list(stages.values()) == sorted(stages.values())
         # 555-650 ms on two shared cores; the limit leaves room for a crowded machine.
         assert stages["first_audio"] < 2000
@@ -249,6 +249,60 @@ async def test_who_pauses_in_the_middle_of_a_sentence_is_waited_for(models: Loca
         await s.until(lambda: s.transcripts("user"))
         (heard,) = s.transcripts("user")
         assert "because" in heard.lower() and len(heard.split()) > 4
+
+
+async def answered_ahead(s: Scene, text: str) -> None:
+    """The text is said, and what is answered before the turn is over has left."""
+    s.agent._clock_s = lambda: 0.0  # a slow machine is no lost microphone
+    s.agent.hear(SILENCE_16K * 300 + question_pcm(text, 16_000))
+    async with asyncio.timeout(15):
+        while not s.agent._turns.likely_over:
+            pause = s.agent._pause
+            if pause is None or (pause.judged and pause.words is not None):
+                s.agent.hear(SILENCE_16K * 32)
+            assert s.transcripts("user") == []
+            await asyncio.sleep(0.002)
+    await s.until(lambda: s.audio(1))
+
+
+async def test_an_answer_leaves_before_the_turn_is_over(models: LocalModels) -> None:
+    async with scene(models) as s:
+        await answered_ahead(s, "What is your name?")
+        s.agent.hear(SILENCE_16K * 600)
+        await s.until_said(1)
+        assert [e.speaking for e in s.events if isinstance(e, UserSpeech)] == [True, False]
+        assert len(s.transcripts("user")) == 1
+        s.played(1, "started")
+        await s.speak("Where do you live?")
+        await s.until_said(2)
+        assert len(s.transcripts("user")) == 2
+
+
+async def test_who_goes_on_takes_an_answer_back_that_nobody_has_heard(models: LocalModels) -> None:
+    async with scene(models) as s:
+        await answered_ahead(s, "My name is Peter.")
+        s.agent.hear(question_pcm("What is your name?", 16_000) + SILENCE_16K * 700)
+        states = [(e.speaking, e.barge_in) for e in s.events if isinstance(e, UserSpeech)]
+        assert states[:3] == [(True, False), (False, False), (True, True)], "the host drops it"
+        pieces = await s.until_said(2)
+        assert not any(piece.last for piece in s.audio(1))
+        (heard,) = s.transcripts("user")
+        assert "name" in heard and len(heard.split()) >= 6, "both parts are one turn"
+        said = " ".join(piece.text for piece in pieces)
+        assert "Peter" in said or "Mira" in said
+        assert [line.text for line in s.agent._history.lines(9) if line.role == "user"] == [heard]
+        assert s.agent._unanswered == ""
+
+
+async def test_what_is_typed_meanwhile_is_not_taken_back(models: LocalModels) -> None:
+    async with scene(models) as s:
+        await answered_ahead(s, "My name is Peter.")
+        s.agent.read("Where do you live?")
+        s.agent.hear(question_pcm("And I am tired.", 16_000))
+        assert s.agent._unanswered == "Where do you live?"
+        s.agent.hear(SILENCE_16K * 700)
+        await s.until_said(2)
+        assert len(s.transcripts("user")) == 1
 
 
 async def test_going_on_before_the_answer_was_heard_makes_one_turn(models: LocalModels) -> None:

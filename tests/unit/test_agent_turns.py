@@ -36,7 +36,7 @@ def test_one_turn_starts_pauses_and_ends() -> None:
     ]
     started, paused, ended = (second for second, _ in events)
     assert started == 0.384
-    assert abs(paused - 1.344 - 0.2) <= WINDOW_S
+    assert abs(paused - 1.344 - 0.1) <= WINDOW_S
     assert abs(ended - 1.344 - 0.5) <= WINDOW_S
 
 
@@ -122,6 +122,38 @@ def test_words_that_come_late_end_the_turn_at_the_next_window() -> None:
         detector.step(probability, False)
     detector.end_after(0.3)
     assert detector.step(0.05, False) == [TurnEvent.ENDED]
+
+
+def ahead(detector: TurnDetector, speech_s: float, over_voice: bool = False) -> list[TurnEvent]:
+    """Speech, and a silence that its words let be answered after 0.1 s and end after 0.3."""
+    events = []
+    for probability in windows(speech_s, 0.9) + windows(0.128, 0.05):
+        for event in detector.step(probability, over_voice):
+            if event is TurnEvent.PAUSED:
+                detector.end_after(0.3, 0.1)
+            events.append(event)
+    return events
+
+
+def test_what_is_likely_over_ends_when_its_silence_has_lasted() -> None:
+    detector = TurnDetector(RULES)
+    assert ahead(detector, 0.5)[1:] == [TurnEvent.PAUSED, TurnEvent.LIKELY_OVER]
+    assert detector.in_turn
+    rest = [event for p in windows(0.192, 0.05) for event in detector.step(p, True)]
+    assert rest == [TurnEvent.ENDED]
+
+
+def test_who_goes_on_takes_up_the_same_turn_although_an_answer_is_on_its_way() -> None:
+    detector = TurnDetector(RULES)
+    ahead(detector, 0.5)
+    assert detector.step(0.6, True) == [TurnEvent.RESUMED], "nothing sounds that could echo"
+    assert detector.step(0.9, False) == []
+    later = [event for p in windows(0.6, 0.05) for event in detector.step(p, False)]
+    assert later == [TurnEvent.PAUSED, TurnEvent.ENDED], "the next silence is as any other"
+
+
+def test_a_cough_is_never_answered_ahead() -> None:
+    assert TurnEvent.LIKELY_OVER not in ahead(TurnDetector(RULES), 0.096)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))

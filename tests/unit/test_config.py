@@ -86,6 +86,7 @@ def test_later_files_and_overrides_win() -> None:
         ("optimizations.write_time_rope=false", "ring_cache needs write_time_rope"),
         ("engine.degraded_passes=5", "engine.degraded_passes"),
         ("engine.degraded_passes=1", "engine.degraded_passes"),
+        ("engine.idle_passes=5", "engine.idle_passes"),
         ("model.cache_policy=per_pass", "engine.degraded_passes must be 4"),
         ("engine.device=tpu", "engine.device"),
         ("delivery={video_min_kbps: 2000, video_start_kbps: 1200}", "video_min_kbps"),

@@ -279,7 +279,7 @@ def test_the_command_converts_and_says_what_is_wrong(
 ) -> None:
     config = tmp_path / "small.yaml"
     model = SMALL.model_dump_json()
-    config.write_text(f'{{"model": {model}, "engine": {{"degraded_passes": 4}}}}')
+    config.write_text(f'{{"model": {model}, "engine": {{"degraded_passes": 4, "idle_passes": 4}}}}')
     arguments = ["convert", "--config", str(config), "--family", "live_avatar"]
     into = tmp_path / "ours"
     assert cli.main([*arguments, str(source), str(into)]) == 0

@@ -47,7 +47,9 @@ class Session:
     def __init__(self) -> None:
         self.counters = Counters()
         self.playout = Playout(fps=FPS, voice_samples_per_chunk=8000, target_chunks=2)
-        ladder = DegradeLadder(passes=4, degraded_passes=2, period_s=1 / 6, overlapped=True)
+        ladder = DegradeLadder(
+            passes=4, degraded_passes=2, idle_passes=2, period_s=1 / 6, overlapped=True
+        )
         self.reporter = Reporter(
             self.counters, EventsChannel(), self.playout, ladder, FPS, now_s=0.0
         )

@@ -284,6 +284,31 @@ def test_idle_holds_widen_the_margin_and_a_calm_time_narrows_it() -> None:
     assert rig.playout.lead < calm + 0.1
 
 
+def test_how_long_steps_of_speech_wait_does_not_delay_the_next_answer() -> None:
+    rig = Rig(2)
+    engine_run(rig, 40, latency=60, speaking=False)
+    calm = rig.playout.lead
+    first = rig.playout._expected_index + rig.playout.in_flight
+    while rig.playout._expected_index < first + 20:
+        engine_tick(rig, 150, speech_from=first)
+    engine_run(rig, 5, latency=60, speaking=False)
+    assert rig.playout.lead < calm + 0.3  # a hold or two widened the margin
+
+
+def test_after_speech_that_ran_dry_more_is_kept_in_hand_before_it() -> None:
+    rig = Rig(2)
+    engine_run(rig, 40, latency=60, speaking=False)
+    calm = rig.playout.lead
+    for _ in range(2):
+        first = rig.playout._expected_index + rig.playout.in_flight
+        while rig.playout._expected_index < first + 4:
+            engine_tick(rig, 60, speech_from=first)
+        rig.run(4 * TICKS_PER_CHUNK)
+    assert rig.playout.target == 3
+    engine_run(rig, 40, latency=60, speaking=False)
+    assert rig.playout.lead > calm + 0.9
+
+
 def test_strays_are_refused_and_impossible_chunks_raise() -> None:
     rig = Rig()
     assert not rig.playout.push(chunk(0), 0.0)  # nothing was asked for

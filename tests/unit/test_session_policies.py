@@ -103,35 +103,48 @@ def test_old_activity_does_not_renew_a_notice() -> None:
 
 
 def ladder(*, overlapped: bool = True) -> DegradeLadder:
-    made = DegradeLadder(passes=4, degraded_passes=2, period_s=0.16, overlapped=overlapped)
+    made = DegradeLadder(
+        passes=4, degraded_passes=2, idle_passes=2, period_s=0.16, overlapped=overlapped
+    )
     for _ in range(WARMUP_CHUNKS):
-        made.chunk(0, 1000, 1000)  # the first chunks are slow and say nothing
+        made.chunk(0, made.passes, 1000, 1000)  # the first chunks are slow and say nothing
     return made
 
 
 def test_a_fast_engine_keeps_all_passes() -> None:
     made = ladder()
     for second in range(100):
-        made.chunk(second, 100, 120)  # overlapped: 120 of 160 ms
+        made.chunk(second, made.passes, 100, 120)  # overlapped: 120 of 160 ms
     assert made.passes == 4 and made.load == pytest.approx(0.75)
+
+
+def test_chunks_in_which_nothing_is_said_have_fewer_passes_and_hide_no_trouble() -> None:
+    made = ladder()
+    assert (made.passes, made.idle_passes) == (4, 2)
+    for second in range(20):
+        made.chunk(second, 4, 150, 50)
+        made.chunk(second, 2, 80, 50)
+    assert made.passes == made.idle_passes == 2
+    made.chunk(40, 2, 80, 50)
+    assert made.passes == 4, "what idles shows that the engine keeps up again"
 
 
 def test_one_process_for_both_must_fit_both() -> None:
     made = ladder(overlapped=False)
     for second in range(20):
-        made.chunk(second, 100, 120)
+        made.chunk(second, made.passes, 100, 120)
     assert made.passes == 2
 
 
 def test_degrades_when_late_and_recovers_after_calm() -> None:
     made = ladder()
     for chunk in range(20):
-        made.chunk(chunk / 6, 150, 50)
+        made.chunk(chunk / 6, made.passes, 150, 50)
     assert made.passes == 2
-    made.chunk(4.0, 80, 50)
-    made.chunk(7.0, 80, 50)
+    made.chunk(4.0, made.passes, 80, 50)
+    made.chunk(7.0, made.passes, 80, 50)
     assert made.passes == 2
-    made.chunk(9.0, 80, 50)
+    made.chunk(9.0, made.passes, 80, 50)
     assert made.passes == 4
 
 
@@ -143,7 +156,7 @@ def test_relapses_wait_longer_each_time() -> None:
         start_s = now_s
         while made.degraded:
             now_s += 0.16
-            made.chunk(now_s, 80, 50)
+            made.chunk(now_s, made.passes, 80, 50)
         waits.append(now_s - start_s)
         now_s += 1.0
     assert waits == pytest.approx([5, 10, 20, 40], abs=0.2)
