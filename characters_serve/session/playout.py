@@ -211,8 +211,11 @@ class Playout:
         self.speaking = False
         self._waiting_slots = 0
         self._played.clear()
-        # A second interruption before the next packet must not turn the fade into a cut.
-        sounds = self._utterance_id != 0 and not self._waited
+        # A second interruption before the next packet must not turn the fade into a cut; and of a
+        # slot before a wait, the end and its fade may not have been handed out yet.
+        upcoming = self._slots.get(self._packet_end // self._slot_samples)
+        silent = self._waited if upcoming is None else upcoming.held
+        sounds = self._utterance_id != 0 and not silent
         self._fading = self.playing and (self._fading or sounds)
         for utterance_id in range(self._closed_through + 1, through_utterance_id + 1):
             played_ms = self._played_ms if utterance_id == self._utterance_id else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -396,6 +396,7 @@ def test_what_waits_in_vain_goes_on_from_a_little_before_and_loses_nothing(at: i
 
 @settings(max_examples=25, deadline=None)
 @given(at=st.integers(60, 330), wait=st.integers(0, 110))
+@example(at=313, wait=24)  # between the decision to wait and the packet with its fade
 def test_an_interruption_ends_the_wait_and_nothing_sounds_again(at: int, wait: int) -> None:
     rig = Rig(4)
     for index in range(4):
