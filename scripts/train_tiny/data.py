@@ -17,12 +17,14 @@ from torch import Tensor
 
 from characters_serve.config import ModelConfig
 from characters_serve.model.audio import LOG_FLOOR, LOG_MEL_MEAN, LOG_MEL_STD, LogMel
-from characters_serve.model.idle_controls import NUM_CONTROLS
+from characters_serve.model.idle_controls import CONTROL_NAMES, NUM_CONTROLS
 from scripts.train_tiny.renderer import Renderer, sample_characters
 from scripts.train_tiny.visemes import MEL_HIGH, MEL_LOW
 
 LOWEST = (math.log(LOG_FLOOR) - LOG_MEL_MEAN) / LOG_MEL_STD
 """Digital silence."""
+BLINK_SHARE = 0.35
+"""Of the training clips: these are placed around a blink."""
 
 
 class Clips(NamedTuple):
@@ -45,6 +47,7 @@ class ClipSource:
         self._mel = torch.from_numpy(speech["mel"]).to(device)
         self._viseme = torch.from_numpy(speech["viseme"]).to(device)
         self._idle = torch.from_numpy(idle["controls"]).to(device)
+        self._blinks = (self._idle[..., CONTROL_NAMES.index("blink")] > 0.5).nonzero()
         self._held_out = int(speech["held_out"])
         self._model, self.device = model, device
         self._window = torch.arange(
@@ -68,6 +71,12 @@ class ClipSource:
         steps = torch.arange(frames, device=device)
         viseme = self._viseme[start[:, None] + steps].float() / 255
         track = integers(0, len(self._idle))
+        if not held_out:  # eyes are closed in few frames, and were the last to be learned
+            row = torch.randint(0, len(self._blinks), (count,), generator=generator, device=device)
+            blink_track, blink_at = self._blinks[row].unbind(1)
+            chosen = torch.rand(count, generator=generator, device=device) < BLINK_SHARE
+            track = torch.where(chosen, blink_track, track)
+            idle_start = torch.where(chosen, blink_at - integers(0, frames), idle_start)
         # A clip longer than a track goes round it; the seam is one jump in minutes.
         idle_at = (idle_start[:, None] + steps) % self._idle.shape[1]
         idle = self._idle[track[:, None], idle_at].float()
@@ -95,7 +104,7 @@ class ClipSource:
 
 
 def augment_mel(mel: Tensor, generator: torch.Generator) -> Tensor:
-    """Other microphones, rooms and levels: a gain, a slope and bumps over the bands, noise.
+    """Other microphones, rooms and levels: a gain, a slope, bumps and ends of the band, noise.
 
     mel: (N, K, frames, mels), normalised.
     """
@@ -111,7 +120,13 @@ def augment_mel(mel: Tensor, generator: torch.Generator) -> Tensor:
         normal(count, 1) * 0.08 * torch.cos((n * place + normal(count, 1)) * 3.1416)
         for n in (1, 2, 3)
     )
-    change = (slope + bumps + normal(count, 1) * 0.2)[:, None, None]
+    # Telephones and muffled microphones: little above a band, or below one.
+    ends = torch.rand(count, 2, 1, generator=generator, device=device)
+    above = torch.sigmoid((place - (0.2 + 1.2 * ends[:, 0])) * 12)
+    below = torch.sigmoid(((-1.3 + 0.8 * ends[:, 1]) - place) * 12)
+    limited = torch.rand(count, 1, generator=generator, device=device) < 0.3
+    cut = torch.where(limited, -2.5 * (above + below), 0.0)
+    change = (slope + bumps + cut + normal(count, 1) * 0.2)[:, None, None]
     floor = -1.7 + 0.4 * normal(count, 1, 1, 1)
     quiet = torch.rand(count, 1, 1, 1, generator=generator, device=device) < 0.4
     floor = torch.where(quiet, torch.full_like(floor, LOWEST), floor)

@@ -1,8 +1,9 @@
-"""The whole drawing as one CUDA kernel, generated from the trace of the torch code.
+"""The whole drawing as one CUDA kernel, generated from the traces of the torch code.
 
-Every operation of `renderer.LAYERS` is elementwise, so its trace is straight-line code for one
-pixel: all of it stays in registers. Compiling layer by layer with Inductor took 141 s on an H200
-and drew 11,600 frames/s; nvcc builds this in seconds, before any GPU is taken.
+Every operation of a layer is elementwise, so its trace is straight-line code for one pixel: all of
+it stays in registers. Layers that a picture or a pixel has no part in are branched over. Compiling
+layer by layer with Inductor took 141 s on an H200; nvcc builds this in seconds, before any GPU is
+taken.
 
     python -m scripts.train_tiny.fused_renderer --out scripts/train_tiny/data/renderer.cubin
 """
@@ -13,25 +14,28 @@ import argparse
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.train_tiny import scene
+from scripts.train_tiny.attributes import PARAMETER_INDEX, parameter_table
 from scripts.train_tiny.renderer import (
     HEIGHT,
     LAYERS,
-    PARAMETER_INDEX,
     WIDTH,
-    Planes,
     Renderer,
     pixel_grid,
-    prepared,
 )
+from scripts.train_tiny.shapes import Parameters, Planes
 
-_THREADS: Final = 256
+_TILE_WIDTH: Final = 32
+_TILE_HEIGHT: Final = 8
+"""A block draws one tile, so that neighbouring threads leave out the same layers."""
 _KERNEL: Final = "draw_characters"
 
 _HEADER: Final = """
@@ -47,19 +51,21 @@ __device__ __forceinline__ float frem(float v, float m) { return v - m * floorf(
 __device__ __forceinline__ float fsign(float v) { return (v > 0.f) - (v < 0.f); }
 """
 
-_BINARY: Final[dict[str, str]] = {
+_FORMS: Final = {
     "mul.Tensor": "({} * {})",
     "add.Tensor": "({} + {})",
     "sub.Tensor": "({} - {})",
+    "rsub.Scalar": "({1} - {0})",
     "div.Tensor": "__fdividef({}, {})",
     "maximum.default": "fmaxf({}, {})",
     "minimum.default": "fminf({}, {})",
     "atan2.default": "atan2f({}, {})",
     "remainder.Scalar": "frem({}, {})",
-    "gt.Scalar": "float({} > {})",
-    "lt.Scalar": "float({} < {})",
-}
-_UNARY: Final[dict[str, str]] = {
+    "remainder.Tensor": "frem({}, {})",
+    "gt.Scalar": "({} > {} ? 1.f : 0.f)",
+    "lt.Scalar": "({} < {} ? 1.f : 0.f)",
+    "lt.Tensor": "({} < {} ? 1.f : 0.f)",
+    "where.self": "({} != 0.f ? {} : {})",
     "abs.default": "fabsf({})",
     "sin.default": "fsin({})",
     "cos.default": "fcos({})",
@@ -69,85 +75,145 @@ _UNARY: Final[dict[str, str]] = {
     "floor.default": "floorf({})",
     "sign.default": "fsign({})",
     "unsqueeze.default": "{}",
+    "slice.Tensor": "{}",
+    "detach.default": "{}",
     "scalar_tensor.default": "{}",
 }
+"""The C of each operation that drawings are made of."""
+
+
+def pixel_source() -> str:
+    """C: (float* table, float u, float v, float* rgb) drawing one pixel."""
+    names = ["u", "v"]  # of the planes, in the order in which they come to be
+    lines: list[str] = []
+
+    def add(code: _Code, guard: str | None) -> None:
+        for name in code.results:
+            if name not in names:
+                names.append(name)
+                lines.append(f"float {_variable(name)} = 0.f;")
+        body = [*code.lines, *(f"{_variable(n)} = {v};" for n, v in code.results.items())]
+        lines.append(f"{'' if guard is None else f'if ({guard}) '}{{")
+        lines.extend(f"  {line}" for line in body)
+        lines.append("}")
+
+    def stage(p: Parameters, planes: Planes) -> Planes:
+        return scene.stage(p, planes["u"], planes["v"])
+
+    add(_trace(stage, names, "s"), None)
+    for index, layer in enumerate(LAYERS):
+        guards = []
+        if layer.when is not None:
+            guards.append(f"table[{PARAMETER_INDEX[layer.when]}] != 0.f")
+        if layer.within is not None:
+            code = _trace(_as_plane(layer.within), names, f"w{index}_")
+            lines.extend(code.lines)
+            guards.append(f"{code.results['within']} < 0.f")
+        add(_trace(layer.paint, names, f"v{index}_"), " && ".join(guards) or None)
+    lines.extend(f"rgb[{c}] = {_variable(f'image.{c}')};" for c in range(3))
+    body = "\n  ".join(lines)
+    return f"""__device__ __forceinline__ void draw_pixel(
+    const float* table, float plane_u, float plane_v, float* rgb) {{
+  {body}
+}}
+"""
 
 
 def kernel_source() -> str:
     """CUDA C: (table float (n, K), out bf16 (n, 3, HEIGHT, WIDTH)) -> one thread for each pixel."""
-
-    def draw(table: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        planes: Planes = ()
-        for layer in LAYERS:
-            planes = layer(planes, table, x, y)
-        return torch.stack(planes, dim=1)
-
-    x, y = pixel_grid("cpu")
-    table = torch.rand(2, len(PARAMETER_INDEX))
-    graph = make_fx(draw)(table, x[..., :7], y[:, :5]).graph
-    names: dict[fx.Node, str] = {}
-    lines: list[str] = []
-    for node in graph.nodes:
-        match node.op:
-            case "placeholder":
-                names[node] = ("table", "x", "y")[len(names)]
-            case "call_function" if node.target is torch.ops.aten.stack.default:
-                channels = [names[part] for part in node.args[0]]
-            case "call_function":
-                names[node] = f"v{len(names)}"
-                lines.append(f"const float {names[node]} = {_expression(node, names)};")
-    body = "\n  ".join(lines)
-    stores = "\n  ".join(
-        f"out[(image * 3 + {i}) * {HEIGHT * WIDTH} + pixel] = __float2bfloat16({channel});"
-        for i, channel in enumerate(channels)
-    )
-    x0, y0 = float(x[0, 0, 0]), float(y[0, 0, 0])
-    step = float(x[0, 0, 1] - x[0, 0, 0])
+    u, v = pixel_grid("cpu")
+    u0, v0 = float(u[0, 0, 0]), float(v[0, 0, 0])
+    step = float(u[0, 0, 1] - u[0, 0, 0])
+    across = WIDTH // _TILE_WIDTH
     return f"""{_HEADER}
-extern "C" __global__ void __launch_bounds__({_THREADS})
+{pixel_source()}
+extern "C" __global__ void __launch_bounds__({_TILE_WIDTH * _TILE_HEIGHT})
 {_KERNEL}(const float* __restrict__ tables, __nv_bfloat16* __restrict__ out) {{
   __shared__ float table[{len(PARAMETER_INDEX)}];
   const long image = blockIdx.y;
   for (int i = threadIdx.x; i < {len(PARAMETER_INDEX)}; i += blockDim.x)
     table[i] = tables[image * {len(PARAMETER_INDEX)} + i];
   __syncthreads();
-  const int pixel = blockIdx.x * blockDim.x + threadIdx.x;
-  const float x = {x0!r}f + {step!r}f * (pixel % {WIDTH});
-  const float y = {y0!r}f + {step!r}f * (pixel / {WIDTH});
-  {body}
-  {stores}
+  const int column = (blockIdx.x % {across}) * {_TILE_WIDTH} + threadIdx.x % {_TILE_WIDTH};
+  const int row = (blockIdx.x / {across}) * {_TILE_HEIGHT} + threadIdx.x / {_TILE_WIDTH};
+  float rgb[3];
+  draw_pixel(table, {u0!r}f + {step!r}f * column, {v0!r}f + {step!r}f * row, rgb);
+  for (int channel = 0; channel < 3; ++channel)
+    out[((image * 3 + channel) * {HEIGHT} + row) * {WIDTH} + column] =
+        __float2bfloat16(rgb[channel]);
 }}
 """
 
 
-def _expression(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    def value(argument: Any) -> str:
-        return names[argument] if isinstance(argument, fx.Node) else f"{float(argument)!r}f"
+class _Code(NamedTuple):
+    """Statements, and for each result the expression that holds it after them."""
 
-    operation = str(node.target).removeprefix("aten.")
-    arguments = list(node.args)
-    if operation in _BINARY and not node.kwargs:
-        return _BINARY[operation].format(value(arguments[0]), value(arguments[1]))
-    if operation in _UNARY:
-        return _UNARY[operation].format(value(arguments[0]))
-    match operation:
-        case "select.int":
+    lines: list[str]
+    results: dict[str, str]
+
+
+def _as_plane(
+    within: Callable[[Parameters, Planes], Tensor],
+) -> Callable[[Parameters, Planes], Planes]:
+    return lambda p, planes: {"within": within(p, planes)}
+
+
+def _variable(plane: str) -> str:
+    return "plane_" + plane.replace(".", "_")
+
+
+def _trace(paint: Callable[[Parameters, Planes], Planes], planes: list[str], prefix: str) -> _Code:
+    """The C of what ``paint`` computes from these planes."""
+    table = torch.rand(1, len(PARAMETER_INDEX))
+    values = {name: torch.rand(1, 1, 1) for name in planes}
+    named = [(table, "table"), *((value, _variable(name)) for name, value in values.items())]
+    with _Recorder(named, prefix) as recorder:
+        changed = paint(Parameters(table, PARAMETER_INDEX), values)
+    return _Code(recorder.lines, {name: recorder.value(value) for name, value in changed.items()})
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation on tensors as a line of C."""
+
+    def __init__(self, named: list[tuple[Tensor, str]], prefix: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[str] = []
+        self._prefix = prefix
+        self._kept = [tensor for tensor, _ in named]  # an id is only good while its tensor lives
+        self._names = {id(tensor): name for tensor, name in named}
+
+    def value(self, argument: Any) -> str:
+        if isinstance(argument, Tensor):
+            return self._names[id(argument)]
+        return f"{float(argument)!r}f"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Tensor:
+        result: Tensor = func(*args, **(kwargs or {}))
+        name = f"{self._prefix}{len(self.lines)}"
+        self.lines.append(f"const float {name} = {self._expression(str(func), args)};")
+        self._kept.append(result)
+        self._names[id(result)] = name
+        return result
+
+    def _expression(self, function: str, arguments: Any) -> str:
+        operation = function.removeprefix("aten.")
+        if operation == "select.int":
             return f"table[{arguments[2]}]"
-        case "rsub.Scalar":
-            return f"({value(arguments[1])} - {value(arguments[0])})"
-        case "zeros_like.default":
+        if operation == "zeros_like.default":
             return "0.f"
-        case "where.self":
-            condition, first, second = (value(argument) for argument in arguments)
-            return f"({condition} != 0.f ? {first} : {second})"
-        case "pow.Tensor_Scalar" if arguments[1] == 2:
-            return f"({value(arguments[0])} * {value(arguments[0])})"
-        case "clamp.default":
+        texts = [self.value(argument) for argument in arguments if argument is not None]
+        if operation in _FORMS:
+            return _FORMS[operation].format(*texts)
+        if operation == "pow.Tensor_Scalar" and arguments[1] == 2:
+            return "({0} * {0})".format(*texts)
+        if operation == "clamp.default":
             low, high = [*arguments, None, None][1:3]
-            text = value(arguments[0])
-            text = text if low is None else f"fmaxf({text}, {value(low)})"
-            return text if high is None else f"fminf({text}, {value(high)})"
-    raise NotImplementedError(f"no CUDA for {node.target} {node.args} {node.kwargs}")
+            text = texts[0]
+            text = text if low is None else f"fmaxf({text}, {self.value(low)})"
+            return text if high is None else f"fminf({text}, {self.value(high)})"
+        raise NotImplementedError(f"no C for {function}")
 
 
 def build(out: Path, architecture: str = "sm_90") -> None:
@@ -162,10 +228,10 @@ def build(out: Path, architecture: str = "sm_90") -> None:
 
 
 class FusedRenderer(Renderer):
-    """Draws with the built kernel; the same pictures as Renderer to rounding."""
+    """Draws with the built kernel, in bfloat16; the same pictures as Renderer to rounding."""
 
     def __init__(self, device: torch.device, cubin: Path) -> None:
-        super().__init__(device, batch=1, compiled=False)
+        super().__init__(device)
         torch.zeros(1, device=device)  # makes the context that the module is loaded into
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._image = cubin.read_bytes()
@@ -177,17 +243,17 @@ class FusedRenderer(Renderer):
 
     @torch.no_grad()
     def __call__(self, attributes: Tensor, controls: Tensor) -> Tensor:
-        table = prepared(attributes, controls)
-        tables = torch.stack(list(table.values()), dim=1).contiguous()
+        tables = parameter_table(attributes, controls).contiguous()
         count = len(tables)
         out = torch.empty((count, 3, HEIGHT, WIDTH), device=tables.device, dtype=torch.bfloat16)
         pointers = (ctypes.c_void_p(tables.data_ptr()), ctypes.c_void_p(out.data_ptr()))
         arguments = (ctypes.c_void_p * 2)(*(ctypes.addressof(p) for p in pointers))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        blocks = HEIGHT * WIDTH // _THREADS
+        threads = _TILE_WIDTH * _TILE_HEIGHT
+        blocks = HEIGHT * WIDTH // threads
         _check(
             self._driver.cuLaunchKernel(
-                self._function, blocks, count, 1, _THREADS, 1, 1, 0, stream, arguments, None
+                self._function, blocks, count, 1, threads, 1, 1, 0, stream, arguments, None
             )
         )
         return out

@@ -33,18 +33,33 @@ def idle_track(seed: int, num_frames: int) -> tuple[NDArray[np.float32], NDArray
     flags = np.zeros(num_frames, np.uint8)
     done = 0
     while done < num_frames:
-        turn = rng.choices(("speaking", "listening", "quiet"), (0.5, 0.3, 0.2))[0]
-        low, high = {"speaking": (1.5, 9.0), "listening": (1.0, 6.0), "quiet": (0.5, 4.0)}[turn]
-        end = min(num_frames, done + FRAMES_PER_CHUNK * round(rng.uniform(low, high) * 6))
-        while done < end:
-            energy = rng.uniform(0.1, 0.9) if turn == "listening" else 0.0
-            count = min(FRAMES_PER_CHUNK, end - done)
+        turn = rng.choices(("speaking", "listening", "quiet"), (0.45, 0.38, 0.17))[0]
+        low, high = {"speaking": (1.5, 9.0), "listening": (2.0, 9.0), "quiet": (0.5, 4.0)}[turn]
+        chunks = round(rng.uniform(low, high) * FPS / FRAMES_PER_CHUNK)
+        energies = _phrases(rng, chunks) if turn == "listening" else [0.0] * chunks
+        for energy in energies:
+            count = min(FRAMES_PER_CHUNK, num_frames - done)
             controls[done : done + count] = stream.next(
                 count, speaking=turn == "speaking", listening_energy=energy
             )
             flags[done : done + count] = turn == "speaking"
             done += count
     return controls, flags
+
+
+def _phrases(rng: random.Random, chunks: int) -> list[float]:
+    """How loud a user is in each chunk: phrases, pauses between them, and silence at the end.
+
+    Nods answer the fall of the voice, so that it has to fall as a voice does.
+    """
+    energies: list[float] = []
+    level = rng.uniform(0.25, 0.9)
+    while len(energies) < chunks:
+        said = rng.randint(4, 18)
+        energies += [min(1.0, level * rng.uniform(0.6, 1.2)) for _ in range(said)]
+        energies += [0.0] * rng.randint(1, 6)
+    silence = min(rng.randint(2, 7), chunks)
+    return energies[: chunks - silence] + [0.0] * silence
 
 
 def main() -> None:

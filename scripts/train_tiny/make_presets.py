@@ -29,6 +29,15 @@ from scripts.train_tiny.renderer import (
 
 ASSETS: Final = Path(__file__).resolve().parents[2] / "characters_serve/assets/characters"
 
+_PORTRAIT: Final = {
+    "scale": 0.764, "head_size": 0.571, "offset": 0.5, "offset_y": 0.5, "tilt": 0.5, "turn": 0.5,
+    "nod": 0.5, "lean": 0.5, "lopsided": 0.5, "hair_length": 0.5, "hair_volume": 0.5,
+    "horns": 0.6, "parting": 0.4,
+    "make_up": 0.3, "light_contrast": 0.4, "light_height": 0.7, "light_warmth": 0.6,
+    "contrast": 0.5, "saturation": 0.7, "exposure": 0.5, "vignette": 0.4, "grain": 0.2,
+}  # fmt: skip
+"""How the presets are seen: from the front, in the middle, in plain light."""
+
 PRESETS: Final[list[dict[str, Any]]] = [
     {
         "id": "mira",
@@ -36,11 +45,12 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "soft 3D human",
         "attributes_seed": 900_001,
         "attributes": {
-            "kind": 0.2, "style": 0.2, "skin": 0.38, "age": 0.4, "ear_kind": 0.2, "hair_style": 0.7,
+            "kind": 0.2, "style": 0.5, "skin": 0.38, "age": 0.4, "feminine": 0.2, "hair_style": 0.7,
+            "offset_y": 0.8225,
             "hair_colour": 0.16, "fringe": 0.7, "curl": 0.2, "glasses": 0.1, "glasses_kind": 0.3,
-            "hat": 0.9, "cloth_kind": 0.1, "cloth_hue": 0.52, "cloth_value": 0.5, "background": 0.9,
-            "background_hue": 0.08, "smile": 0.8, "lip_colour": 0.5, "freckles": 0.9, "offset": 0.5,
-            "scale": 0.6, "iris": 0.05, "eye_size": 0.7, "brow_angle": 0.35,
+            "hat": 0.9, "cloth_kind": 0.06, "cloth_hue": 0.52, "cloth_value": 0.5,
+            "background": 0.45, "background_hue": 0.08, "smile": 0.8, "lip_colour": 0.5,
+            "freckles": 0.9, "iris": 0.05, "eye_size": 0.7, "brow_angle": 0.35,
         },
         "age": 29,
         "home": "a small flat above the old library in Lisbon",
@@ -60,10 +70,10 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "clay bear",
         "attributes_seed": 900_002,
         "attributes": {
-            "kind": 0.7, "species": 0.1, "style": 0.6, "skin": 0.05, "fringe": 0.1, "glasses": 0.9,
-            "hat": 0.9, "cloth_kind": 0.3, "cloth_hue": 0.98, "cloth_value": 0.8, "smile": 0.9,
-            "cloth_saturation": 0.8, "background": 0.5, "background_hue": 0.12, "offset": 0.5,
-            "scale": 0.6, "markings": 0.9, "brow_angle": 0.3, "eye_size": 0.6,
+            "kind": 0.7, "species": 0.06, "style": 0.7, "skin": 0.05, "fringe": 0.1, "glasses": 0.9,
+            "hat": 0.9, "cloth_kind": 0.19, "cloth_hue": 0.98, "cloth_value": 0.8, "smile": 0.9,
+            "cloth_saturation": 0.8, "background": 0.25, "background_hue": 0.12,
+            "markings": 0.9, "brow_angle": 0.3, "eye_size": 0.6,
         },
         "age": 41,
         "home": "a cosy bakery at the edge of the forest",
@@ -82,11 +92,11 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "soft 3D human",
         "attributes_seed": 900_003,
         "attributes": {
-            "kind": 0.2, "style": 0.3, "skin": 0.15, "age": 0.9, "ear_kind": 0.8, "beard": 0.1,
-            "moustache": 0.1, "hair_style": 0.9, "strands": 0.85, "fringe": 0.5, "hat": 0.12,
-            "hat_colour": 0.6, "glasses": 0.9, "cloth_kind": 0.3, "cloth_hue": 0.6,
-            "cloth_value": 0.3, "background": 0.5, "background_hue": 0.55, "offset": 0.5,
-            "scale": 0.5,
+            "kind": 0.2, "style": 0.48, "skin": 0.15, "age": 0.9, "feminine": 0.8, "beard": 0.1,
+            "moustache": 0.1, "hair_style": 0.25, "strands": 0.85, "fringe": 0.5, "hat": 0.05,
+            "hat_colour": 0.6, "glasses": 0.9, "cloth_kind": 0.19, "cloth_hue": 0.6,
+            "cloth_value": 0.3, "background": 0.25, "background_hue": 0.55,
+
             "smile": 0.8, "iris": 0.5, "freckles": 0.9, "jaw": 0.3, "brow_angle": 0.4, "curl": 0.2,
         },
         "age": 72,
@@ -107,9 +117,9 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "robot",
         "attributes_seed": 900_004,
         "attributes": {
-            "kind": 0.9, "style": 0.2, "skin": 0.55, "skin_tint": 0.75, "iris": 0.5, "offset": 0.5,
-            "nose_kind": 0.8, "hat": 0.9, "cloth_kind": 0.7, "cloth_hue": 0.07, "cloth_value": 0.9,
-            "cloth_saturation": 0.8, "background": 0.3, "background_hue": 0.7, "scale": 0.6,
+            "kind": 0.88, "style": 0.5, "skin": 0.55, "skin_tint": 0.75, "iris": 0.5,
+            "nose_kind": 0.8, "hat": 0.9, "cloth_kind": 0.44, "cloth_hue": 0.07, "cloth_value": 0.9,
+            "cloth_saturation": 0.8, "background": 0.15, "background_hue": 0.7,
             "smile": 0.8, "eye_size": 0.6, "glasses": 0.9,
         },
         "age": 3,
@@ -130,9 +140,9 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "flat cartoon fox",
         "attributes_seed": 900_005,
         "attributes": {
-            "kind": 0.7, "species": 0.5, "style": 0.9, "skin": 0.1, "hat": 0.9, "glasses": 0.9,
-            "cloth_kind": 0.7, "cloth_hue": 0.45, "cloth_value": 0.5, "background": 0.1,
-            "background_hue": 0.50, "offset": 0.5, "smile": 0.9, "fringe": 0.9, "scale": 0.5,
+            "kind": 0.7, "species": 0.3, "style": 0.9, "skin": 0.1, "hat": 0.9, "glasses": 0.9,
+            "cloth_kind": 0.44, "cloth_hue": 0.45, "cloth_value": 0.5, "background": 0.05,
+            "background_hue": 0.50, "smile": 0.9, "fringe": 0.9,
             "brow_angle": 0.4, "iris": 0.5, "eye_size": 0.6, "lashes": 0.5,
         },
         "age": 24,
@@ -150,13 +160,14 @@ PRESETS: Final[list[dict[str, Any]]] = [
     {
         "id": "kofi",
         "name": "Kofi",
-        "style": "soft 3D human",
+        "style": "lifelike human",
         "attributes_seed": 900_006,
         "attributes": {
-            "kind": 0.2, "style": 0.2, "skin": 0.78, "age": 0.5, "ear_kind": 0.8, "hair_style": 0.2,
-            "hair_colour": 0.02, "beard": 0.45, "moustache": 0.8, "hat": 0.9, "glasses": 0.9,
-            "cloth_kind": 0.9, "cloth_hue": 0.13, "cloth_value": 0.75, "cloth_saturation": 0.9,
-            "background": 0.7, "background_hue": 0.95, "offset": 0.5, "scale": 0.45, "smile": 0.9,
+            "kind": 0.2, "style": 0.1, "skin": 0.78, "age": 0.5, "feminine": 0.8,
+            "hair_style": 0.35, "hair_colour": 0.02, "beard": 0.45, "moustache": 0.8,
+            "hat": 0.9, "glasses": 0.9,
+            "cloth_kind": 0.56, "cloth_hue": 0.13, "cloth_value": 0.75, "cloth_saturation": 0.9,
+            "background": 0.35, "background_hue": 0.95, "smile": 0.9,
             "iris": 0.02, "freckles": 0.9, "brow_angle": 0.35, "background_seed": 0.8,
             "strands": 0.3,
         },
@@ -177,10 +188,9 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "clay alien",
         "attributes_seed": 900_007,
         "attributes": {
-            "kind": 0.97, "style": 0.5, "skin": 0.12, "skin_tint": 0.7, "age": 0.8, "iris": 0.75,
-            "hat": 0.9, "cloth_kind": 0.3, "cloth_hue": 0.75, "cloth_value": 0.6, "background": 0.3,
-            "background_hue": 0.66, "background_value": 0.2, "offset": 0.5, "scale": 0.4,
-            "smile": 0.9,
+            "kind": 0.97, "style": 0.7, "skin": 0.12, "skin_tint": 0.7, "age": 0.8, "iris": 0.75,
+            "hat": 0.9, "cloth_kind": 0.19, "cloth_hue": 0.75, "cloth_value": 0.6,
+            "background": 0.15, "background_hue": 0.66, "background_value": 0.2, "smile": 0.9,
             "brow_angle": 0.2, "eye_tilt": 0.5, "brow_height": 0.9, "eye_shape": 0.9, "lashes": 0.2,
         },
         "age": 212,
@@ -201,11 +211,11 @@ PRESETS: Final[list[dict[str, Any]]] = [
         "style": "flat cartoon human",
         "attributes_seed": 900_008,
         "attributes": {
-            "kind": 0.2, "style": 0.9, "skin": 0.06, "age": 0.3, "ear_kind": 0.2,
+            "kind": 0.2, "style": 0.9, "skin": 0.06, "age": 0.3, "feminine": 0.2,
             "hair_style": 0.45,
             "hair_colour": 0.37, "fringe": 0.3, "hat": 0.9, "glasses": 0.9, "freckles": 0.05,
-            "cloth_kind": 0.7, "cloth_hue": 0.36, "cloth_value": 0.5, "background": 0.5,
-            "background_hue": 0.14, "offset": 0.5, "scale": 0.5, "smile": 0.9, "iris": 0.8,
+            "cloth_kind": 0.44, "cloth_hue": 0.36, "cloth_value": 0.5, "background": 0.25,
+            "background_hue": 0.14, "smile": 0.9, "iris": 0.8,
             "eye_size": 0.8, "brow_angle": 0.3, "lip_colour": 0.4, "curl": 0.3, "eye_shape": 0.8,
         },
         "age": 22,
@@ -227,7 +237,7 @@ def preset_attributes(preset: dict[str, Any]) -> Tensor:
     """Attributes of a preset, float32 (1, NUM_ATTRIBUTES)."""
     generator = torch.Generator().manual_seed(preset["attributes_seed"])
     attributes = sample_characters(1, generator, "cpu")
-    for name, value in preset["attributes"].items():
+    for name, value in (_PORTRAIT | preset["attributes"]).items():
         attributes[0, ATTRIBUTE_NAMES.index(name)] = value
     return attributes
 
@@ -238,7 +248,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    renderer = Renderer("cpu", batch=1, compiled=False)
+    renderer = Renderer("cpu", batch=1)
     for preset in PRESETS:
         picture = renderer(preset_attributes(preset), torch.zeros(1, NUM_CONTROLS))[0]
         pixels = (picture.permute(1, 2, 0) * 255.0).round().to(torch.uint8).numpy()

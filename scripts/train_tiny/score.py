@@ -39,7 +39,7 @@ def main() -> None:
     renderer = (
         FusedRenderer(device, options.data / "renderer.cubin")
         if device.type == "cuda"
-        else Renderer(device, batch=8, compiled=False)
+        else Renderer(device)
     )
     autoencoder, reader = load_autoencoder(model, options.checkpoint, options.weights, device)
     score = evaluate(

@@ -1,8 +1,7 @@
 """Synthesizes training speech with mel features and mouth controls.
 
-Two voices with known phoneme times: espeak-ng (many accents and variants, phoneme events) and
-hibari, the neural voice the server speaks with (its model predicts a duration per phoneme, which
-is read out).  Run from the repository root:
+Voices with known phoneme times (`voices.py`) say random sentences at many rates and pitches, in
+rooms and through microphones of many kinds.  Run from the repository root:
 
     python scripts/train_tiny/speech.py --minutes 100 --out scripts/train_tiny/data/speech.npz
 
@@ -13,21 +12,19 @@ Arrays of the npz (M = 4 V):
 * ``viseme`` uint8 (V, 5): mouth controls x 255 at 24 Hz, see :data:`MOUTH_CONTROLS`.
 * ``speech`` uint8 (V,): 1 while the character's voice sounds, short pauses included.
 * ``clip_start`` int32 (C,): first video frame of each clip; clips are whole chunks of 4 frames.
-* ``clip_source`` uint8 (C,): 0 for espeak-ng, 1 for hibari.
+* ``clip_source`` uint8 (C,): 0 for espeak-ng, 1 for hibari, 2 for Piper.
 * ``held_out`` int32 (): first held-out video frame: voices and sentences never trained on.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import random
 import sys
 import time
 import wave
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,9 +35,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import espeakng_loader
-import hibari
-import onnxruntime
 import soxr
 import torch
 
@@ -54,12 +48,18 @@ from scripts.train_tiny.visemes import (
     Phoneme,
     mouth_track,
 )
+from scripts.train_tiny.voices import (
+    SAMPLE_RATE,
+    Espeak,
+    NeuralVoice,
+    PiperVoice,
+    Samples,
+    Utterance,
+    resampled,
+)
 
-SAMPLE_RATE: Final = 24000
 FRAMES_PER_CHUNK: Final = 4
 SAMPLES_PER_FRAME: Final = SAMPLE_RATE // VIDEO_RATE
-
-Samples = NDArray[np.float32]
 
 
 def quantise_mel(log_mel: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -71,158 +71,6 @@ def quantise_mel(log_mel: NDArray[np.float32]) -> NDArray[np.uint8]:
 def dequantise_mel(quantised: torch.Tensor) -> torch.Tensor:
     """Unnormalised log-mel values of a quantised mel tensor."""
     return MEL_LOW + quantised.float() * ((MEL_HIGH - MEL_LOW) / 255.0)
-
-
-@dataclass
-class Utterance:
-    """Speech at 24 kHz and the phonemes in it, in seconds from its first sample."""
-
-    pcm: Samples
-    phonemes: list[Phoneme]
-
-
-class _EspeakEvent(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("unique_identifier", ctypes.c_uint),
-        ("text_position", ctypes.c_int),
-        ("length", ctypes.c_int),
-        ("audio_position", ctypes.c_int),
-        ("sample", ctypes.c_int),
-        ("user_data", ctypes.c_void_p),
-        ("symbol", ctypes.c_char * 8),
-    )
-
-
-class Espeak:
-    """espeak-ng with IPA phoneme events."""
-
-    _EVENT_END, _EVENT_PHONEME = 0, 7
-    _RATE, _PITCH, _RANGE = 1, 3, 4
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(espeakng_loader.get_library_path())
-        data_path = espeakng_loader.get_data_path().encode()
-        synchronous, phoneme_events_as_ipa = 2, 3
-        self._rate: int = self._library.espeak_Initialize(
-            synchronous, 0, data_path, phoneme_events_as_ipa
-        )
-        self._pieces: list[NDArray[np.int16]] = []
-        self._events: list[tuple[float, str]] = []
-        signature = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.POINTER(_EspeakEvent)
-        )
-        self._callback = signature(self._receive)  # kept alive for the library
-        self._library.espeak_SetSynthCallback(self._callback)
-
-    def _receive(self, samples: Any, count: int, events: Any) -> int:
-        if count > 0 and samples:
-            self._pieces.append(np.ctypeslib.as_array(samples, (count,)).copy())
-        index = 0
-        while events[index].type != self._EVENT_END:
-            event = events[index]
-            if event.type == self._EVENT_PHONEME:
-                name = event.symbol.decode("utf-8", "ignore")
-                self._events.append((event.audio_position / 1000.0, name))
-            index += 1
-        return 0
-
-    def speak(
-        self, text: str, voice: str, words_per_minute: int, pitch: int, range_: int
-    ) -> Utterance:
-        """Speaks ``text``; ``pitch`` and ``range_`` are espeak's 0..100 scales."""
-        if self._library.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise ValueError(f"espeak-ng has no voice {voice}")
-        parameters = ((self._RATE, words_per_minute), (self._PITCH, pitch), (self._RANGE, range_))
-        for parameter, value in parameters:
-            self._library.espeak_SetParameter(parameter, value, 0)
-        self._pieces.clear()
-        self._events.clear()
-        encoded = text.encode() + b"\0"
-        self._library.espeak_Synth(encoded, len(encoded), 0, 0, 0, 1, None, None)
-        pcm = np.concatenate(self._pieces).astype(np.float32) / 32768.0
-        pcm = soxr.resample(pcm, self._rate, SAMPLE_RATE).astype(np.float32)
-        ends = [start for start, _ in self._events[1:]] + [len(pcm) / SAMPLE_RATE]
-        phonemes = [
-            Phoneme(name.strip("ˈˌ"), start, end, stressed="ˈ" in name)
-            for (start, name), end in zip(self._events, ends, strict=True)
-            if end > start
-        ]
-        return Utterance(pcm, phonemes)
-
-
-def _with_extra_output(model: bytes, name: str) -> bytes:
-    """An ONNX model that also returns the inner tensor ``name``.
-
-    Serialized protobuf messages concatenate to their merge, so appending a model that has only a
-    graph with one more output (ModelProto.graph = 7, GraphProto.output = 12, name = 1) is enough.
-    """
-    text = name.encode()
-    value_info = b"\x0a" + bytes([len(text)]) + text
-    graph = b"\x62" + bytes([len(value_info)]) + value_info
-    return model + b"\x3a" + bytes([len(graph)]) + graph
-
-
-class NeuralVoice:
-    """The hibari voice with the durations its model predicts."""
-
-    _DURATIONS = "/Clip_output_0"  # model frames per phoneme id, before they are expanded
-    _DELAY_SECONDS = -0.028
-    """Sounds come this much before their predicted frames: measured on stops and vowels against
-    espeak-ng's phoneme times."""
-
-    def __init__(self) -> None:
-        self._voice = hibari.Hibari()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        model = _with_extra_output(Path(self._voice.model_path).read_bytes(), self._DURATIONS)
-        self._session = onnxruntime.InferenceSession(
-            model, options, providers=["CPUExecutionProvider"]
-        )
-        self._symbols = {number: symbol for symbol, number in self._voice.vocab.items()}
-
-    def speak(self, text: str, speed: float, seed: int) -> Utterance:
-        """Speaks the first sentence of ``text``."""
-        ids = self._voice.ids(self._voice.phonemize(text)[0])
-        inputs = {
-            "ids": np.asarray([ids], np.int64),
-            "speed": np.asarray([speed], np.float32),
-        }
-        *parameters, durations = self._session.run(None, inputs)
-        rng = np.random.default_rng(seed)
-        pcm = hibari.dsp.synth(*(value[0] for value in parameters), rng)
-        frames = np.asarray(durations, dtype=np.float64).reshape(-1)
-        edges = np.concatenate([[0.0], np.cumsum(frames)]) * (len(pcm) / SAMPLE_RATE / frames.sum())
-        edges = np.maximum(edges + self._DELAY_SECONDS, 0.0)
-        symbols = [self._symbols.get(number, "") for number in ids]
-        return Utterance(pcm.astype(np.float32), _merge_marks(symbols, edges))
-
-
-def _merge_marks(symbols: list[str], edges: NDArray[np.float64]) -> list[Phoneme]:
-    """Gives the time of stress marks, length marks and word gaps to the sounds next to them."""
-    phonemes: list[Phoneme] = []
-    carried: float | None = None  # start of time waiting for the next sound
-    stressed = False
-    for index, symbol in enumerate(symbols):
-        start, end = float(edges[index]), float(edges[index + 1])
-        if symbol in ("ˈ", "ˌ"):
-            stressed = symbol == "ˈ"
-            carried = start if carried is None else carried
-        elif symbol == "ː" or (symbol == " " and end - start < 0.09):
-            if phonemes and phonemes[-1].symbol:
-                last = phonemes[-1]
-                middle = end if symbol == "ː" else (start + end) / 2
-                phonemes[-1] = Phoneme(last.symbol, last.start, middle, last.stressed)
-                carried = None if symbol == "ː" else middle
-        elif symbol.isalpha():
-            begin = start if carried is None else carried
-            phonemes.append(Phoneme(symbol, begin, end, stressed))
-            carried, stressed = None, False
-        else:
-            phonemes.append(Phoneme("", start, end))
-            carried = None
-    return phonemes
 
 
 TRAIN_ACCENTS: Final = (
@@ -249,29 +97,39 @@ class ClipMaker:
         self._held_out = held_out
         self._espeak = Espeak()
         self._neural = NeuralVoice()
+        self._piper = PiperVoice(self._espeak)
 
-    def _speaker(self) -> tuple[bool, Callable[[str], Utterance]]:
-        """Whether it is the neural voice, and a function that speaks with one voice's settings."""
+    def _speaker(self) -> tuple[int, Callable[[str], Utterance]]:
+        """The source (see ``clip_source``), and what speaks with one voice's settings.
+
+        Held out are espeak-ng's other accents and variants, and all sentences; Piper only trains.
+        """
         rng = self._rng
-        if rng.random() < 0.42:
-            speed = rng.uniform(0.85, 1.2)
-            shift = rng.choice((1.0, 1.0, rng.uniform(0.84, 1.18)))
+        source = rng.choices((0, 1, 2), (0.55, 0.45, 0.0) if self._held_out else (0.45, 0.3, 0.25))
+        if source == [0]:
+            accents = HELD_OUT_ACCENTS if self._held_out else TRAIN_ACCENTS
+            variants = HELD_OUT_VARIANTS if self._held_out else TRAIN_VARIANTS
+            voice = f"{rng.choice(accents)}+{rng.choice(variants)}"
+            rate, pitch, spread = rng.randint(105, 230), rng.randint(15, 90), rng.randint(15, 95)
+            return 0, lambda text: self._espeak.speak(text, voice, rate, pitch, spread)
+        pace = rng.uniform(0.8, 1.25)
+        shift = rng.choice((1.0, rng.uniform(0.80, 1.25)))  # a larger or a smaller head
+        if source == [1]:
 
-            def neural(text: str) -> Utterance:
-                spoken = self._neural.speak(text, speed, rng.randrange(1 << 30))
-                return spoken if shift == 1.0 else _resampled(spoken, shift)
+            def speak(text: str) -> Utterance:
+                return self._neural.speak(text, pace, rng.randrange(1 << 30))
+        else:
+            noise, rhythm = rng.uniform(0.4, 0.9), rng.uniform(0.4, 1.0)
 
-            return True, neural
-        accents = HELD_OUT_ACCENTS if self._held_out else TRAIN_ACCENTS
-        variants = HELD_OUT_VARIANTS if self._held_out else TRAIN_VARIANTS
-        voice = f"{rng.choice(accents)}+{rng.choice(variants)}"
-        rate, pitch, spread = rng.randint(125, 195), rng.randint(25, 80), rng.randint(30, 80)
-        return False, lambda text: self._espeak.speak(text, voice, rate, pitch, spread)
+            def speak(text: str) -> Utterance:
+                return self._piper.speak(text, 1.0 / pace, noise, rhythm)
 
-    def make(self) -> tuple[Samples, NDArray[np.float32], NDArray[np.uint8], bool]:
-        """(pcm, mouth controls (V, 5), speech flag (V,), whether the voice is neural)."""
+        return source[0], lambda text: resampled(speak(text), shift)
+
+    def make(self) -> tuple[Samples, NDArray[np.float32], NDArray[np.uint8], int]:
+        """(pcm, mouth controls (V, 5), speech flag (V,), the voice's source)."""
         rng = self._rng
-        neural, speak = self._speaker()
+        source, speak = self._speaker()
         pieces: list[Samples] = []
         phonemes: list[Phoneme] = []
         spans: list[tuple[float, float]] = []
@@ -313,31 +171,58 @@ class ClipMaker:
         flag = np.zeros(num_frames, np.uint8)
         for begin, end in spans:
             flag[round(begin * VIDEO_RATE) : round(end * VIDEO_RATE)] = 1
-        return self._room(pcm), mouth, flag, neural
+        return self._recorded(pcm), mouth, flag, source
 
-    def _room(self, pcm: Samples) -> Samples:
-        """Random gain, colouring and background noise."""
+    def _recorded(self, pcm: Samples) -> Samples:
+        """What a microphone in some room makes of it: level, echo, band, noise, clipping."""
         rng = self._rng
-        level = 10.0 ** (rng.uniform(-14.0, 4.0) / 20.0)
+        level = 10.0 ** (rng.uniform(-16.0, 5.0) / 20.0)
+        if rng.random() < 0.3:  # nearer, farther: the level wanders by some decibels
+            place = np.linspace(0.0, 1.0, 8)
+            wander = np.array([rng.gauss(0.0, 2.5) for _ in place])
+            curve = np.interp(np.linspace(0.0, 1.0, len(pcm)), place, wander)
+            pcm = (pcm * 10.0 ** (curve / 20.0)).astype(np.float32)
+        if rng.random() < 0.35:
+            pcm = _echoed(pcm, rng.uniform(0.08, 0.45), rng.uniform(0.1, 0.7), self._noise)
         if rng.random() < 0.25:  # a dull or thin microphone
             coefficient = rng.uniform(-0.4, 0.4)
             pcm = pcm - coefficient * np.concatenate([[0.0], pcm[:-1]]).astype(np.float32)
-        if rng.random() < 0.15:  # digital silence, as the server feeds it
+        if rng.random() < 0.25:  # a telephone, a headset, a codec
+            pcm = _band_limited(pcm, rng.choice((8_000, 11_025, 16_000)), rng.random() < 0.5)
+        if rng.random() < 0.12:  # digital silence, as the server feeds it
             return np.asarray(pcm * level, np.float32)
         noise = self._noise.standard_normal(len(pcm))
-        noise = 0.5 * noise + 0.5 * np.convolve(noise, np.ones(12) / np.sqrt(12.0), mode="same")
-        noise *= 10.0 ** (rng.uniform(-80.0, -50.0) / 20.0)
-        return np.asarray(np.clip(pcm * level + noise, -1.0, 1.0), np.float32)
+        smooth = rng.choice((12, 48))
+        rumble = np.convolve(noise, np.ones(smooth) / np.sqrt(smooth), mode="same")
+        noise = 0.5 * noise + 0.5 * rumble
+        hum = np.sin(np.arange(len(pcm)) * (2 * np.pi * rng.choice((50, 60)) * 2 / SAMPLE_RATE))
+        noise = noise + rng.choice((0.0, 0.0, 1.0)) * hum
+        noise *= 10.0 ** (rng.uniform(-80.0, -42.0) / 20.0)
+        most = rng.choice((1.0, 1.0, 1.0, 0.4))  # overdriven now and then
+        return np.asarray(np.clip(pcm * level + noise, -most, most), np.float32)
 
 
-def _resampled(spoken: Utterance, factor: float) -> Utterance:
-    """The utterance played ``factor`` times as fast, pitch and formants included."""
-    pcm = soxr.resample(spoken.pcm, SAMPLE_RATE * factor, SAMPLE_RATE).astype(np.float32)
-    scale = len(pcm) / max(1, len(spoken.pcm))
-    scaled = [
-        Phoneme(p.symbol, p.start * scale, p.end * scale, p.stressed) for p in spoken.phonemes
-    ]
-    return Utterance(pcm, scaled)
+def _echoed(pcm: Samples, fade_s: float, wet: float, noise: np.random.Generator) -> Samples:
+    """In a room whose echo fades by 60 dB in ``fade_s``; the direct sound stays where it is."""
+    length = round(fade_s * SAMPLE_RATE)
+    tail = noise.standard_normal(length) * 10.0 ** (-3.0 * np.arange(length) / length)
+    tail *= wet / np.sqrt(np.square(tail).sum())
+    tail[: SAMPLE_RATE // 250] = 0.0
+    tail[0] = 1.0
+    size = len(pcm) + length
+    heard = np.fft.irfft(np.fft.rfft(pcm, size) * np.fft.rfft(tail, size), size)
+    return np.asarray(heard[: len(pcm)], np.float32)
+
+
+def _band_limited(pcm: Samples, rate: int, no_bass: bool) -> Samples:
+    """Sampled at ``rate`` on its way, and without what lies below 300 Hz."""
+    narrow = soxr.resample(soxr.resample(pcm, SAMPLE_RATE, rate), rate, SAMPLE_RATE)
+    narrow = np.pad(narrow, (0, max(0, len(pcm) - len(narrow))))[: len(pcm)]
+    if no_bass:
+        spectrum = np.fft.rfft(narrow)
+        frequencies = np.fft.rfftfreq(len(narrow), 1 / SAMPLE_RATE)
+        narrow = np.fft.irfft(spectrum * np.clip((frequencies - 150) / 150, 0, 1), len(narrow))
+    return np.asarray(narrow, np.float32)
 
 
 def relative_loudness(pcm: Samples) -> NDArray[np.float64]:
@@ -394,7 +279,8 @@ def _report(arrays: dict[str, NDArray[Any]], seconds: float) -> None:
         f"{frames / VIDEO_RATE / 60:.1f} minutes, {len(arrays['clip_start'])} clips, {seconds:.0f}s"
     )
     print(f"speech flag {active.mean():.3f}, mouth exactly closed {still:.3f}")
-    print(f"neural clips {(arrays['clip_source'] == 1).mean():.3f}")
+    shares = np.bincount(arrays["clip_source"], minlength=3) / len(arrays["clip_source"])
+    print("clips of espeak-ng, hibari, Piper: " + ", ".join(f"{share:.2f}" for share in shares))
     print(
         f"log-mel mean {mel.mean():.3f} std {mel.std():.3f} min {mel.min():.2f} max {mel.max():.2f}"
     )
@@ -433,12 +319,12 @@ def main() -> None:
         maker = ClipMaker(arguments.seed + 1000 * is_held_out, is_held_out)
         held_out = frames
         while frames < until * 60 * VIDEO_RATE:
-            pcm, mouth, flag, neural = maker.make()
+            pcm, mouth, flag, source = maker.make()
             mels.append(quantise_mel(clip_log_mel(mel, pcm)))
             visemes.append(np.rint(mouth * 255.0).astype(np.uint8))
             flags.append(flag)
             starts.append(frames)
-            sources.append(int(neural))
+            sources.append(source)
             frames += len(flag)
             if is_held_out and arguments.wav_dir and saved < arguments.wavs and len(flag) > 120:
                 arguments.wav_dir.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ def main() -> None:
     if cuda:
         renderer: Renderer = FusedRenderer(device, options.data / "renderer.cubin")
     else:
-        renderer = Renderer(device, batch=8, compiled=False)
+        renderer = Renderer(device)
     record: dict[str, Any] = {}
 
     def keep(key: str, value: Any) -> None:

@@ -27,6 +27,7 @@ from characters_serve.config import ModelConfig
 from characters_serve.evaluation.lse import LipSync, lse
 from characters_serve.evaluation.syncnet import OwnSyncNet
 from characters_serve.model.weights import save_network
+from scripts.train_tiny.attributes import centred
 from scripts.train_tiny.data import Clips, ClipSource, augment_mel, render_clips
 from scripts.train_tiny.fused_renderer import FusedRenderer
 from scripts.train_tiny.networks import AveragedWeights
@@ -68,7 +69,8 @@ class ClipPool:
 
 @torch.no_grad()
 def picture_crops(renderer: Renderer, clips: Clips) -> Tensor:
-    """uint8 (B, T, 3, h, w), as the network will crop them."""
+    """uint8 (B, T, 3, h, w), as the network will crop them: it looks for no face."""
+    clips = clips._replace(attributes=centred(clips.attributes))
     crops = []
     for i in range(0, len(clips.attributes), 8):
         frames = render_clips(renderer, Clips(*(field[i : i + 8] for field in clips)))
@@ -263,11 +265,7 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     options.run.mkdir(parents=True, exist_ok=True)
     source = ClipSource(options.data, ModelConfig(), device)
-    renderer = (
-        FusedRenderer(device, options.data / "renderer.cubin")
-        if cuda
-        else Renderer(device, batch=8, compiled=False)
-    )
+    renderer = FusedRenderer(device, options.data / "renderer.cubin") if cuda else Renderer(device)
     say(f"data after {time.monotonic() - started:.1f} s")
     left_s = options.seconds - VALIDATION_S - (time.monotonic() - started)
     network, record = train(source, renderer, options, left_s)
