@@ -251,7 +251,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
 def _sink(config: Config, group_dir: Path, device: torch.device, dtype: torch.dtype) -> LatentSink:
     if config.optimizations.dedicated_decoder:
         return LatentSender(group_dir)
-    return InRankDecoder(config.model, group_dir, device, dtype)
+    return InRankDecoder(config, group_dir, device, dtype)
 
 
 def main() -> int:

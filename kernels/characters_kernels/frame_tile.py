@@ -2,25 +2,25 @@
 
 Three taps over T new frames and the two before them are 3 T products of a frame and a tap. By
 Winograd's minimal filtering (arXiv 1509.09308), along time only, T + 2 do: sums of the frames are
-convolved with sums of the taps, and the sums of the products are the frames: 4 for 6 at T = 2,
-6 for 12 at T = 4. Equal in real arithmetic. The points are 0, +-3/4, +-3/2 and infinity at T = 4: of
-those tried they lose least in rounding, where 0, +-1, +-2 lose 1.4 times as much.
+convolved with sums of the taps, and the sums of the products are the frames: 4 products for 6 at
+T = 2, 6 for 12 at T = 4. Equal in real arithmetic. The points at T = 4 are 0, +-3/4, +-3/2 and
+infinity: of those tried they lose least in rounding, and 0, +-1, +-2 lose 1.4 times as much.
 
-Letters: T new frames of a tile (1, 2 or 4), P positions of a frame, C channels, N of the next layer.
+T new frames of a tile: 1, 2 or 4. C channels.
 
-    frames     T x (..., C)      bf16 or float32, each contiguous: what a norm reads; or instead
-    products   T + 2 x (..., C)  of the convolution before, not yet joined
-    bias       (C,)              of that convolution, added when its products are joined
-    gamma      (C,)              gain of the norm x / |x| sqrt(C) over a position's channels
-    past       (2, ..., C)       the two frames before, after norm and SiLU; written: the last two
-    tile       (T + 2, ..., C)   written: what the next convolution's products read. At T = 1, which
-                                 saves nothing: past, then the new frame
-    residual   (T, ..., N)       added to the joined frames
-    out        (T, ..., N)       written
+    frames     T x (H, W, C)      bf16 or float32, each contiguous: what a norm reads; or instead
+    products   T + 2 x (H, W, C)  of the convolution before, not yet joined
+    bias       (C,)               of that convolution, added when its products are joined
+    gamma      (C,)               gain of the norm x / |x| sqrt(C) over a position's channels
+    past       (2, H, W, C)       the frames before, after norm and SiLU; written: the last two
+    tile       (T + 2, H, W, C)   written: what the next convolution's products read. At T = 1,
+                                  which saves nothing: past, then the new frame
+    residual   (T, H, W, C)       added to the joined frames
+    out        (T, H, W, C)       written
 
-Sums of bf16 frames are kept in float16, which is 8 times as fine: what the transform loses is then
-less than what bf16 has lost already. Products are made PRODUCT_SCALE times smaller than they are, so
-that frames up to 500,000 do not leave float16's range.
+Sums of bf16 frames are kept in float16, 8 times as fine: what the transform loses is then less than
+what bf16 has lost already. Products are PRODUCT_SCALE times as large as they are, so that frames up
+to some 500,000 do not leave float16's range.
 """
 
 from __future__ import annotations
@@ -180,9 +180,7 @@ def _norm_silu_tile_kernel(
         f2 = _read(s2, at, valid)
         f3 = _read(s3, at, valid)
         if PRODUCTS:
-            f0, f1, f2, f3 = _join_4(
-                f0, f1, f2, f3, _read(s4, at, valid), _read(s5, at, valid)
-            )
+            f0, f1, f2, f3 = _join_4(f0, f1, f2, f3, _read(s4, at, valid), _read(s5, at, valid))
             f0 += added
             f1 += added
             f2 += added
@@ -316,9 +314,7 @@ def join_tile_triton(
     )
 
 
-def _checked(
-    sources: list[Tensor], num_frames: int, *others: Tensor | None
-) -> tuple[int, bool]:
+def _checked(sources: list[Tensor], num_frames: int, *others: Tensor | None) -> tuple[int, bool]:
     """T, and whether the sources are products."""
     if num_frames not in POINTS:
         raise ValueError(f"a tile has 1, 2 or 4 new frames, not {num_frames}")
@@ -356,9 +352,7 @@ def norm_silu_tile(
 
 
 @torch.library.custom_op("characters::join_tile", mutates_args=("out",), device_types="cuda")
-def join_tile(
-    products: list[Tensor], bias: Tensor, residual: Tensor | None, out: Tensor
-) -> None:
+def join_tile(products: list[Tensor], bias: Tensor, residual: Tensor | None, out: Tensor) -> None:
     join_tile_triton(products, bias, residual, out)
 
 

@@ -66,7 +66,7 @@ class OneLatentAtATime(Layer):
 
     def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
         if x_BTHWC.shape[0] != 1:
-            raise ValueError(f"fused_decoder: one stream, not {x_BTHWC.shape[0]}")
+            raise ValueError(f"fast_decoder: one stream, not {x_BTHWC.shape[0]}")
         parts = [self.decoder(latent, state) for latent in x_BTHWC.split(1, dim=1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -98,7 +98,9 @@ class NormConv:
         padded = self._tile(list(x_BTHWC[0]), None, state, 1, x_BTHWC.dtype)
         return self._conv.on_padded(padded[None])
 
-    def products(self, sources: list[Tensor], bias: Tensor | None, state: StreamState) -> list[Tensor]:
+    def products(
+        self, sources: list[Tensor], bias: Tensor | None, state: StreamState
+    ) -> list[Tensor]:
         """sources: T frames (H, W, C), or T + 2 products of a convolution with that bias."""
         frames = len(self._kernels) - 2
         dtype = self._kernels[0].dtype
