@@ -63,16 +63,22 @@ class CapturedStream:
 
     def decode(self, latent: Tensor) -> Tensor:
         """uint8 (F, H W 3 / 2), valid until the next call."""
-        planes = self.replay(latent) if self._state.started else self._planes_of(latent)
-        self._host.copy_(planes, non_blocking=True)
-        torch.cuda.current_stream(planes.device).synchronize()
-        return self._host
+        if self._state.started:
+            self.replay(latent)
+        else:
+            self._planes.copy_(self._planes_of(latent))
+        return self.collect()
 
-    def replay(self, latent: Tensor) -> Tensor:
-        """A steady chunk's planes on the device; waits for nothing and takes no memory."""
-        self._latent.copy_(latent)
+    def replay(self, latent: Tensor) -> None:
+        """A steady chunk, on the current stream; waits for nothing and takes no memory."""
+        self._latent.copy_(latent, non_blocking=True)
         self._graph.replay()
-        return self._planes
+
+    def collect(self) -> Tensor:
+        """The planes of the last replay of this stream, when they are there."""
+        self._host.copy_(self._planes, non_blocking=True)
+        torch.cuda.current_stream(self._planes.device).synchronize()
+        return self._host
 
     def _planes_of(self, latent: Tensor) -> Tensor:
         frames, _ = self._decoder.decode(latent, self._state)
