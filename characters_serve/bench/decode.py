@@ -18,8 +18,9 @@ import gc
 import shlex
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -136,12 +137,12 @@ def _kernels_ms(call: Callable[[], object]) -> dict[str, float]:
     """What the longest of a call's kernels take, together for each name, and all of them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for event in profile.events() or ():
         if event.device_type.name == "CUDA":
             spent[event.name[:120]] += event.device_time / 1000
-    longest = {name: round(ms, 3) for name, ms in spent.most_common(_KERNELS_NAMED)}
-    return {"all": round(sum(spent.values()), 2)} | longest
+    named = [("all", sum(spent.values())), *sorted(spent.items(), key=itemgetter(1))[::-1]]
+    return {name: round(ms, 3) for name, ms in named[: _KERNELS_NAMED + 1]}
 
 
 def beside_diffusion(

@@ -79,7 +79,7 @@ def tap_sums(weight: Tensor, num_frames: int) -> list[Tensor]:
 def _joined(products: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     num_frames = len(products) - _TAPS + 1
     join = (transforms(num_frames)[2] / PRODUCT_SCALE).to(products[0].device, torch.float32)
-    frames = torch.tensordot(join, torch.stack(list(products)).float(), 1)
+    frames: Tensor = torch.tensordot(join, torch.stack(list(products)).float(), 1)
     return frames if bias is None else frames + bias.float()
 
 

@@ -25,7 +25,7 @@ pytestmark = [
 CONFIGS = Path(__file__).parents[2] / "configs"
 BIG = load_config([CONFIGS / "characters-57b.yaml"]).model
 # A fifth of the picture: what differs between the paths does not depend on its size.
-MODELS = {
+MODELS: dict[str, ModelConfig] = {
     model.decoder: model for model in readers(BIG.model_copy(update={"width": 512, "height": 320}))
 }
 CHUNKS = 6

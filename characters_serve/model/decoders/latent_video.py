@@ -49,7 +49,7 @@ class LatentVideoDecoder(nn.Module):
         self.vae = vae
         lay_out_channels_last(vae)
         if fused and isinstance(vae, WanVAE):
-            vae.decoder = fuse(vae.decoder)
+            fuse(vae)
         self._patch = model.patch
         self._grid = (model.grid_rows, model.grid_columns)
         self._begins_with_reference = model.causal_wan is None or model.causal_wan.start == "image"

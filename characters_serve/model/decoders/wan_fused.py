@@ -1,7 +1,7 @@
 """The Wan decoders' fast path: the plain one's layers, replaced one for one, over the same state.
 
-In: a decoder whose weights are there. Out: one that decodes one stream, latent after latent, to the
-same frames but for rounding. Three things differ: 3 x 3 x 3 convolutions with several new frames
+In: an autoencoder whose weights are there. Out: its decoder decodes one stream, latent after latent,
+to the same frames but for rounding. Three things differ: 3 x 3 x 3 convolutions with several new frames
 are sums of fewer 2-D ones, with norm and SiLU in the same kernel as the sums
 (characters_kernels/frame_tile.py); an upsampled picture is never made, its 3 x 3 convolution is one
 of 2 x 2 for each of a pixel's four children; and the head's few channels are padded to eight.
@@ -29,6 +29,7 @@ from characters_serve.model.decoders.wan_layers import (
     Layer,
     ResidualBlock,
     Upsample,
+    WanVAE,
     pointwise,
 )
 
@@ -36,13 +37,15 @@ _CHANNELS_OF_A_LOAD = 8
 """Tensor cores' convolutions read and write 16 bytes at once."""
 
 
-def fuse(decoder: Decoder) -> Layer:
-    """Replaces the decoder's layers; the decoder itself is of no use afterwards."""
+def fuse(vae: WanVAE) -> None:
+    """Replaces the decoder's layers. Its weights must be there and laid out channels last."""
+    decoder = vae.decoder
+    assert isinstance(decoder, Decoder)
     frames = _fuse_within(decoder.middle, 1)
     frames = _fuse_within(decoder.upsamples, frames)
     assert isinstance(decoder.head, Head)
     decoder.head = FusedHead(decoder.head, frames)
-    return OneLatentAtATime(decoder)
+    vae.decoder = OneLatentAtATime(decoder)
 
 
 def _fuse_within(parent: nn.Module, frames: int) -> int:
@@ -67,7 +70,7 @@ class OneLatentAtATime(Layer):
     def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
         if x_BTHWC.shape[0] != 1:
             raise ValueError(f"fast_decoder: one stream, not {x_BTHWC.shape[0]}")
-        parts = [self.decoder(latent, state) for latent in x_BTHWC.split(1, dim=1)]
+        parts = [self.decoder(latent, state) for latent in torch.split(x_BTHWC, 1, dim=1)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
@@ -194,5 +197,5 @@ class FusedUpsample(Layer):
 def _adjacent(weight: Tensor, dim: int, child: int) -> Tensor:
     """Three taps along `dim` -> two: the first child's last two fall on its parent, and the second
     child's first two."""
-    before, on, after = weight.split(1, dim)
+    before, on, after = torch.split(weight, 1, dim)
     return torch.cat([before, on + after] if child == 0 else [before + on, after], dim)

@@ -205,7 +205,7 @@ class Downsample(Layer):
         return halved
 
 
-class Coder(nn.Module):
+class Coder(Layer):
     """An encoder or a decoder: a convolution, stages, a middle (before or after them), a head."""
 
     def __init__(
@@ -279,8 +279,8 @@ class WanVAE(nn.Module):
         super().__init__()
         z = len(mean)
         self.patch = patch
-        self.encoder: Encoder = encoder
-        self.decoder: Layer | Decoder = decoder
+        self.encoder = encoder
+        self.decoder: Layer = decoder
         self.conv1 = nn.Conv3d(2 * z, 2 * z, 1)
         self.conv2 = nn.Conv3d(z, z, 1)
         self.register_buffer("mean", torch.tensor(mean), persistent=False)
