@@ -135,10 +135,11 @@ def _join_4(p0, p1, p2, p3, p4, p5):
 
 
 @jit
-def _norm_silu(x, gain, root, ROUNDED: tl.constexpr):
+def _norm_silu(x, gain, root, past):
+    """Rounded as the past is, which it becomes."""
     length = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)
     normed = x * (root / length)[:, None] * gain
-    return (normed * tl.sigmoid(normed)).to(ROUNDED).to(tl.float32)
+    return (normed * tl.sigmoid(normed)).to(past.dtype.element_ty).to(tl.float32)
 
 
 @jit
@@ -168,7 +169,6 @@ def _norm_silu_tile_kernel(
     valid = (rows < positions) & (lanes < channels)
     at = rows * channels + lanes
     gain = _read(gamma, lanes, lanes < channels)
-    ROUNDED: tl.constexpr = past.dtype.element_ty
     d0 = _read(past, at, valid)
     d1 = _read(past + frame, at, valid)
     if PRODUCTS:
@@ -185,10 +185,10 @@ def _norm_silu_tile_kernel(
             f1 += added
             f2 += added
             f3 += added
-        d2 = _norm_silu(f0, gain, root, ROUNDED)
-        d3 = _norm_silu(f1, gain, root, ROUNDED)
-        d4 = _norm_silu(f2, gain, root, ROUNDED)
-        d5 = _norm_silu(f3, gain, root, ROUNDED)
+        d2 = _norm_silu(f0, gain, root, past)
+        d3 = _norm_silu(f1, gain, root, past)
+        d4 = _norm_silu(f2, gain, root, past)
+        d5 = _norm_silu(f3, gain, root, past)
         _write(past, at, valid, d4)
         _write(past + frame, at, valid, d5)
         even_a, odd_a = d4 - 2.25 * d2, 0.75 * (d3 - 2.25 * d1)
@@ -206,8 +206,8 @@ def _norm_silu_tile_kernel(
             f0, f1 = _join_2(f0, f1, _read(s2, at, valid), _read(s3, at, valid))
             f0 += added
             f1 += added
-        d2 = _norm_silu(f0, gain, root, ROUNDED)
-        d3 = _norm_silu(f1, gain, root, ROUNDED)
+        d2 = _norm_silu(f0, gain, root, past)
+        d3 = _norm_silu(f1, gain, root, past)
         _write(past, at, valid, d2)
         _write(past + frame, at, valid, d3)
         _write(tile, at, valid, d2 - d0)
@@ -215,7 +215,7 @@ def _norm_silu_tile_kernel(
         _write(tile + 2 * frame, at, valid, d2 - d1)
         _write(tile + 3 * frame, at, valid, d3 - d1)
     else:
-        d2 = _norm_silu(_read(s0, at, valid), gain, root, ROUNDED)
+        d2 = _norm_silu(_read(s0, at, valid), gain, root, past)
         _write(past, at, valid, d1)
         _write(past + frame, at, valid, d2)
         _write(tile, at, valid, d0)

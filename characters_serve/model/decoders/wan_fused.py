@@ -1,14 +1,15 @@
 """The Wan decoders' fast path: the plain one's layers, replaced one for one, over the same state.
 
-In: an autoencoder whose weights are there. Out: its decoder decodes one stream, latent after latent,
-to the same frames but for rounding. Three things differ: 3 x 3 x 3 convolutions with several new frames
-are sums of fewer 2-D ones, with norm and SiLU in the same kernel as the sums
+In: an autoencoder whose weights are there. Out: its decoder decodes one stream, latent after
+latent, to the same frames but for rounding. Three things differ: 3 x 3 x 3 convolutions with
+several new frames are sums of fewer 2-D ones, and norm and SiLU are in the same kernel as the sums
 (characters_kernels/frame_tile.py); an upsampled picture is never made, its 3 x 3 convolution is one
-of 2 x 2 for each of a pixel's four children; and the head's few channels are padded to eight.
+of 2 x 2 for each of a pixel's four children; the head's few channels are padded to what one load
+takes.
 
-At the published width a 1088 x 704 chunk of four frames then takes 30 Tflop, for the plain path's
-56: stages of 2992 positions and one frame 2.2 (plain 2.2), of two frames 5.7 (8.4), of four frames
-9.7 (19.2) and 9.8 (19.3), upsampling's convolutions 3.4 (7.7).
+At the published width a chunk of four 1088 x 704 frames then takes 30 Tflop, for the plain path's
+56: the stages with one frame 1.7 (plain 1.7), with two 5.4 (8.1), with four 9.7 (19.2) and 9.8
+(19.3), convolutions after upsampling 3.4 (7.7), over time alone 0.3 (0.3).
 
 Letters: B batch, T frames, H, W the layer's own grid, C channels.
 """
