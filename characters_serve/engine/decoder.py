@@ -17,7 +17,8 @@ from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config
 from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.chunk_decoder import ChunkDecoder
-from characters_serve.engine.device import choose_device, decoder_gpu, tell_gpu_memory
+from characters_serve.engine.device import choose_device, decoder_gpu
+from characters_serve.engine.gpu_memory import tell_gpu_memory
 from characters_serve.engine.latent_link import LatentReceiver
 from characters_serve.messages import (
     CharacterEnded,
