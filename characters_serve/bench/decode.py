@@ -4,8 +4,8 @@
 
 Synthetic weights: speed does not depend on their values. Each decoder runs for some seconds
 without a pause, because a GPU's clock falls under load; the first half is not counted. With
-`--shard-of N` the first decoder also runs while one rank of N denoises the next chunk: on a second
-GPU where there is one, else on the same; what that adds to the rank's step is
+`--shard-of N` the largest of them runs instead while one rank of N denoises the next chunk: on a
+second GPU where there is one, else on the same. What that adds to the rank's step is
 `period_minus_diffusion_ms`. The last line of the output, and the file, are one JSON object.
 Needs torch and pydantic only, so that it runs on a bare GPU machine.
 """
@@ -42,7 +42,7 @@ _KERNELS_NAMED: Final = 16
 def measure(
     config: Config, seconds: float, out: Path | None = None, *, shard_of: int = 0
 ) -> dict[str, Any]:
-    """seconds: of each run. shard_of: ranks of the diffusion that the decoder runs beside, or 0."""
+    """seconds: of each run. shard_of: see `--shard-of`; 0 times the decoders alone."""
     device, dtype = choose_device(config.engine)
     torch.set_num_threads(config.engine.decoder_threads)
     decoders: dict[str, Any] = {}
@@ -50,7 +50,6 @@ def measure(
         "model": config.model.name,
         "picture": f"{config.model.width}x{config.model.height}",
         "chunk_period_ms": round(config.model.chunk_period_s * 1000, 2),
-        "decoders": decoders,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
         "torch": torch.__version__,
@@ -59,17 +58,19 @@ def measure(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     models = readers(config.model)
-    for model in models:
-        decoders[model.decoder] = _plain_and_fast(config, model, device, dtype, seconds)
-        save(result, out)
-    first = decoders[models[0].decoder]
-    result["decode_ms_median"] = first["fast"]["decode_ms_median"]
-    result["plain_decode_ms_median"] = first["plain"]["decode_ms_median"]
-    if "taehv" in decoders:
-        result["taehv_decode_ms_median"] = decoders["taehv"]["fast"]["decode_ms_median"]
-    save(result, out)
     if shard_of:
-        result |= beside_diffusion(config, models[0], seconds, shard_of)
+        return result | beside_diffusion(config, models[0], seconds, shard_of)
+    result["decoders"] = decoders
+    for model in models:
+        timed = _plain_and_fast(config, model, device, dtype, seconds)
+        decoders[model.decoder] = timed
+        fast_ms = timed["fast"]["decode_ms_median"]
+        if model is models[0]:
+            plain_ms = timed["plain"]["decode_ms_median"]
+            result |= {"decode_ms_median": fast_ms, "plain_decode_ms_median": plain_ms}
+        elif model.decoder == "taehv":
+            result["taehv_decode_ms_median"] = fast_ms
+        save(result, out)
     return result
 
 
@@ -195,7 +196,7 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each run")
     parser.add_argument(
-        "--shard-of", type=int, default=0, metavar="N", help="also beside one rank of N's steps"
+        "--shard-of", type=int, default=0, metavar="N", help="beside the steps of one rank of N"
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -3,12 +3,13 @@
 #
 #   scripts/measurements/step_h200.sh OUT_DIR [PART ...]
 #
-# Parts, in the order in which all but the last run when none is named, with their limits: step_tp4
-# 50 s, step_tp3 50, step_tp2 60, decode 45, waterfall 230, kernels 45, tests 60; beside 90 (decoding
-# beside a rank of four; on a second GPU where there is one). Needs torch, triton, pydantic, PyYAML,
-# safetensors, Pillow and pytest; fa3-fwd for the fast attention. Nothing is installed here. Each
-# part has its own time limit and writes its result at once, so that a failure costs no other part;
-# summary.txt says how each of them ended, last run last.
+# Parts, with their limits; without a name those of the first line run, in its order:
+#   step_tp4 50 s, step_tp3 50, step_tp2 60, decode 60, waterfall 215, kernels 45, tests_decoder 60
+#   tests_step 85, tests_kernels 80, beside 75 (decoding beside a rank of four, on a second GPU
+#   where there is one)
+# Needs torch, triton, pydantic, PyYAML, safetensors, Pillow and pytest; fa3-fwd for the fast
+# attention. Nothing is installed here. Each part writes its result at once, so that a failure costs
+# no other part; summary.txt says how each of them ended, last run last.
 set -uo pipefail
 out=$(realpath -m "${1:?usage: step_h200.sh OUT_DIR [PART ...]}")
 shift
@@ -40,25 +41,27 @@ decoders() { # NAME LIMIT_S ...
     --config configs/characters-57b.yaml --out "$out/$name.json" "$@"
 }
 
-[ $# -gt 0 ] || set -- step_tp4 step_tp3 step_tp2 decode waterfall kernels tests
+tests() { # NAME LIMIT_S: without the project's settings, which want plug-ins of their own
+  part "$1" "$2" "$python" -m pytest -q --maxfail=5 --durations=5 -c /dev/null --rootdir . \
+    -p no:cacheprovider "tests/kernels/test_$1.py"
+}
+
+[ $# -gt 0 ] || set -- step_tp4 step_tp3 step_tp2 decode waterfall kernels tests_decoder
 for wanted in "$@"; do
   case $wanted in
     step_tp4) bench step_tp4 50 step 4 --seconds 8 --profile "$out/step_tp4_trace.json" ;;
     step_tp3) bench step_h200_tp3_shard 50 step 3 --seconds 8 ;;
     step_tp2) bench step_h200_tp2_shard 60 step 2 --seconds 8 ;;
-    decode) decoders decode_h200 45 --seconds 3 ;;
+    decode) decoders decode_h200 60 --seconds 2.5 ;;
     waterfall)
-      bench step_h200_tp4_shard 230 waterfall 4 --seconds 8 --rung-seconds 2 \
+      bench step_h200_tp4_shard 215 waterfall 4 --seconds 8 --rung-seconds 2 \
         --picture "$out/waterfall_tp4.png"
       ;;
     kernels) bench kernels_tp4 45 kernels 4 ;;
-    # Without the project's settings, which want plug-ins of their own.
-    tests)
-      part gpu_tests 60 "$python" -m pytest -q --maxfail=5 --durations=5 -c /dev/null --rootdir . \
-        -p no:cacheprovider tests/kernels/test_gpu_decoder.py tests/kernels/test_gpu_step.py \
-        tests/kernels/test_gpu_kernels.py
-      ;;
-    beside) decoders decode_beside_h200 90 --seconds 3 --shard-of 4 ;;
+    tests_decoder) tests gpu_decoder 60 ;;
+    tests_step) tests gpu_step 85 ;;
+    tests_kernels) tests gpu_kernels 80 ;;
+    beside) decoders decode_beside_h200 75 --seconds 3 --shard-of 4 ;;
     *) echo "no part $wanted" | tee -a "$out/summary.txt" ;;
   esac
 done

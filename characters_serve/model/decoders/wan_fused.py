@@ -113,7 +113,7 @@ class NormConv:
         for index, kernel in enumerate(self._kernels):
             # A slice, not an index: cuDNN tells the layout from a batch's stride too.
             product = functional.conv2d(tile[index : index + 1], kernel, padding=1)
-            made.append(product.permute(0, 2, 3, 1)[0].contiguous())
+            made.append(product.permute(0, 2, 3, 1)[0])
         return made
 
     def _tile(
@@ -124,6 +124,8 @@ class NormConv:
         frames: int,
         dtype: torch.dtype,
     ) -> Tensor:
+        # Copies nothing where convolutions keep the layout of their inputs, as cuDNN's do.
+        sources = [source.contiguous() for source in sources]
         like = sources[0].new_empty((), dtype=self._gamma.dtype)
         past = state.past(self._conv, like.expand(1, 1, *sources[0].shape), 2)[0]
         tile = sources[0].new_empty(frames + 2, *sources[0].shape, dtype=dtype)
@@ -144,7 +146,7 @@ class FusedResidualBlock(Layer):
         products = self._first.products(list(x_BTHWC[0]), None, state)
         products = self._second.products(products, self._first.bias, state)
         joined = torch.empty_like(beside)
-        join_tile(products, self._second.bias, beside[0], joined[0])
+        join_tile([y.contiguous() for y in products], self._second.bias, beside[0], joined[0])
         return joined
 
 
@@ -160,7 +162,7 @@ class FusedHead(Layer):
             return self._norm_conv.single(x_BTHWC, state)
         products = self._norm_conv.products(list(x_BTHWC[0]), None, state)
         joined = x_BTHWC.new_empty(*x_BTHWC.shape[:-1], products[0].shape[-1])
-        join_tile(products, self._norm_conv.bias, None, joined[0])
+        join_tile([y.contiguous() for y in products], self._norm_conv.bias, None, joined[0])
         return joined[..., : self._channels]
 
 
