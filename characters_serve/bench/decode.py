@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from characters_serve.bench.origin import commit, report, save
+from characters_serve.bench.rank_step import RankStep
 from characters_serve.config import Config, ConfigError, Decoder, ModelConfig, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.decode_graph import CapturedStream
@@ -155,30 +156,26 @@ def beside_diffusion(
     host. The latent travels as it does between processes' devices, by a copy on the decoder's
     stream; the rank's own sockets are left out.
     """
-    from characters_serve.bench.rank_step import RankStep
-
     rank = RankStep(config, ranks)
     if rank.device.type != "cuda":
         raise ConfigError("--shard-of: decoding beside the diffusion needs a GPU")
     run = rank.started(config.optimizations)
     own_gpu = torch.cuda.device_count() > 1
     device = torch.device("cuda", 1) if own_gpu else rank.device
-    with torch.cuda.device(device), torch.inference_mode():
-        network = load_decoder(model, device=device, dtype=rank.dtype, fused=True)
-        assert isinstance(network, LatentVideoDecoder)
-        stream = CapturedStream(network, model, device)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    network = load_decoder(model, device=device, dtype=rank.dtype, fused=True)
+    assert isinstance(network, LatentVideoDecoder)
+    stream = CapturedStream(network, model, device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     latent = torch.randn(model.video_tokens, model.token_channels, device=rank.device)
 
     def period() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(side), torch.inference_mode():
+        with torch.cuda.stream(side), torch.inference_mode():
             stream.replay(latent)
         run.step()
-        with torch.cuda.device(device), torch.cuda.stream(side), torch.inference_mode():
+        with torch.cuda.stream(side), torch.inference_mode():
             for frame in stream.collect().numpy():
                 frame.tobytes()
 
-    # In this order, so that the card is as warm for the one as for the other.
     step_ms = float(np.median(_sustained_ms(run.step, seconds)))
     period_ms = float(np.median(_sustained_ms(period, seconds)))
     return {

@@ -23,12 +23,17 @@ _EAGER_CHUNKS = 2
 
 
 class CapturedStream:
-    """Captures when it is made, on the current device: that takes seconds, a start does not."""
+    """Captures when it is made: that takes seconds, a start does not.
+
+    Works on the device's current stream, whichever device is the current one: Triton and graphs go
+    by that, not by their tensors.
+    """
 
     def __init__(
         self, decoder: LatentVideoDecoder, model: ModelConfig, device: torch.device
     ) -> None:
         self._decoder = decoder
+        self._device = device
         self._state = StreamState()
         self._latent = torch.zeros(model.video_tokens, model.token_channels, device=device)
         self._host = torch.empty(
@@ -37,47 +42,52 @@ class CapturedStream:
             pin_memory=True,
         )
         self._graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode():
-            self._planes = self._capture(model, device)
+        with torch.inference_mode(), torch.cuda.device(device):
+            self._planes = self._capture(model)
 
-    def _capture(self, model: ModelConfig, device: torch.device) -> Tensor:
+    def _capture(self, model: ModelConfig) -> Tensor:
         """Returns where each replay writes its planes.
 
         The shapes never change, so cuDNN measures its kernels for them, in the eager chunks; those
         compile Triton's too, which a capture may not.
         """
-        self.start(torch.zeros(model.height, model.width, 3, dtype=torch.uint8, device=device))
+        black = torch.zeros(model.height, model.width, 3, dtype=torch.uint8, device=self._device)
+        self._decoder.start(black, self._state)
         measuring = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
         try:
             for _ in range(_EAGER_CHUNKS):
                 self._planes_of(self._latent)
-            torch.cuda.synchronize(device)
+            torch.cuda.synchronize()
             with torch.cuda.graph(self._graph):
                 return self._planes_of(self._latent)
         finally:
             torch.backends.cudnn.benchmark = measuring
 
     def start(self, image: Tensor) -> None:
-        self._decoder.start(image, self._state)
+        with torch.cuda.device(self._device):
+            self._decoder.start(image, self._state)
 
     def decode(self, latent: Tensor) -> Tensor:
         """uint8 (F, H W 3 / 2), valid until the next call."""
         if self._state.started:
             self.replay(latent)
         else:
-            self._planes.copy_(self._planes_of(latent))
+            with torch.cuda.device(self._device):
+                self._planes.copy_(self._planes_of(latent))
         return self.collect()
 
     def replay(self, latent: Tensor) -> None:
-        """A steady chunk, on the current stream; waits for nothing and takes no memory."""
-        self._latent.copy_(latent, non_blocking=True)
-        self._graph.replay()
+        """A steady chunk; waits for nothing and takes no memory."""
+        with torch.cuda.device(self._device):
+            self._latent.copy_(latent, non_blocking=True)
+            self._graph.replay()
 
     def collect(self) -> Tensor:
-        """The planes of the last replay of this stream, when they are there."""
-        self._host.copy_(self._planes, non_blocking=True)
-        torch.cuda.current_stream(self._planes.device).synchronize()
+        """The planes of the last chunk, when they are there."""
+        with torch.cuda.device(self._device):
+            self._host.copy_(self._planes, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
         return self._host
 
     def _planes_of(self, latent: Tensor) -> Tensor:

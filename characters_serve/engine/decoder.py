@@ -90,8 +90,6 @@ def video_chunk(
 def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     torch.set_num_threads(config.engine.decoder_threads)
     device, dtype = choose_device(config.engine, decoder_gpu(config.engine))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     decoder = ChunkDecoder(config.model, device, dtype, config.optimizations)
     warm_ms = decoder.warm_up()
     latents = LatentReceiver(group_dir, config.model, device)
