@@ -314,6 +314,7 @@ class Optimizations(Frozen):
     in_switch_reduction: bool = False
     compile: bool = False
     cuda_graphs: bool = False
+    fast_decoder: bool = False
     dedicated_decoder: bool = True
 
     @model_validator(mode="after")

@@ -50,7 +50,7 @@ def run_render(
     prompt = load_prompt(model, device)
     denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
     denoiser.start(image_tensor(image_rgb, model, device), seed)
-    decoder = ChunkDecoder(model, device, dtype)
+    decoder = ChunkDecoder(model, device, dtype, config.optimizations)
     decoder.start(image_rgb)
     packed = PackedStep(model, device)
     chunker = Chunker(model, _SESSION, seed)

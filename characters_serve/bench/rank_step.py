@@ -32,6 +32,9 @@ from characters_serve.model.weights import load_generator
 
 _TURNS: Final = 4
 """Weights and caches of so many blocks take turns in the bare measurements."""
+_COMPILED_STEPS: Final = 3
+"""Steps with a full window after which nothing is compiled or captured any more. Eager steps need
+one, and take a second each where every cached key is rotated again."""
 _SETTLE_SHARE: Final = 0.25
 """Of a sustained run, for the clocks to settle to the card's power limit; not counted."""
 
@@ -94,7 +97,8 @@ class RankStep:
         run = StartedStep(
             lambda: denoiser.step(self._audio, self._controls, passes), denoiser, config
         )
-        for _ in range(config.window_chunks + 3):
+        settling = _COMPILED_STEPS if optimizations.compile or optimizations.cuda_graphs else 1
+        for _ in range(config.window_chunks + settling):
             run.step()
         return run
 

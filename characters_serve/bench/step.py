@@ -39,7 +39,7 @@ def measure(config: Config, num_steps: int) -> dict[str, Any]:
     generator = load_family(model, device=device, dtype=dtype)
     prompt = load_prompt(model, device)
     denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
-    decoder = ChunkDecoder(model, device, dtype)
+    decoder = ChunkDecoder(model, device, dtype, config.optimizations)
     packed = PackedStep(model, device)
     random = np.random.default_rng(0)
     image_rgb = random.integers(0, 256, model.height * model.width * 3, np.uint8).tobytes()

@@ -138,7 +138,7 @@ class Decoder:
         self.overlapped = config.optimizations.dedicated_decoder
         gpu = decoder_gpu(config.engine) if self.overlapped else 0
         self.device, dtype = choose_device(config.engine, gpu)
-        self._decoder = ChunkDecoder(config.model, self.device, dtype)
+        self._decoder = ChunkDecoder(config.model, self.device, dtype, config.optimizations)
         self._thread = ThreadPoolExecutor(1) if self.overlapped else None
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
-from characters_serve.config import Config, ModelConfig
+from characters_serve.config import Config
 from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.chunk_decoder import ChunkDecoder
-from characters_serve.engine.device import choose_device, decoder_gpu, tell_gpu_memory
+from characters_serve.engine.device import choose_device, decoder_gpu
+from characters_serve.engine.gpu_memory import tell_gpu_memory
 from characters_serve.engine.latent_link import LatentReceiver
 from characters_serve.messages import (
     CharacterEnded,
@@ -37,9 +38,9 @@ class InRankDecoder:
     """Stands where the latent link does: decodes on the rank, after the step (the plain path)."""
 
     def __init__(
-        self, model: ModelConfig, group_dir: Path, device: torch.device, dtype: torch.dtype
+        self, config: Config, group_dir: Path, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._decoder = ChunkDecoder(model, device, dtype)
+        self._decoder = ChunkDecoder(config.model, device, dtype, config.optimizations)
         self._decoder.warm_up()
         self._chunks = BlockingChannel(endpoint(group_dir, "chunks"), "push", bind=False)
 
@@ -89,7 +90,7 @@ def video_chunk(
 def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     torch.set_num_threads(config.engine.decoder_threads)
     device, dtype = choose_device(config.engine, decoder_gpu(config.engine))
-    decoder = ChunkDecoder(config.model, device, dtype)
+    decoder = ChunkDecoder(config.model, device, dtype, config.optimizations)
     warm_ms = decoder.warm_up()
     latents = LatentReceiver(group_dir, config.model, device)
     chunks = BlockingChannel(endpoint(group_dir, "chunks"), "push", bind=False)

@@ -1,5 +1,7 @@
-"""In: the engine's configuration. Out: the device and number format that a process computes in,
-and what is in use on it."""
+"""In: the engine's configuration. Out: the device and number format that a process computes in.
+
+Knows nothing of messages, so that benchmarks run on a bare GPU machine.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,6 @@ from pathlib import Path
 import torch
 
 from characters_serve.config import EngineConfig
-from characters_serve.messages import GpuMemory
-from characters_serve.processes import ControlLink
 
 
 def choose_device(engine: EngineConfig, gpu: int = 0) -> tuple[torch.device, torch.dtype]:
@@ -38,14 +38,6 @@ def decoder_gpu(engine: EngineConfig) -> int:
     """The first GPU after the ranks', so that decoding takes no time of theirs; where there is
     none, the last rank's."""
     return min(engine.tensor_parallel, max(torch.cuda.device_count() - 1, 0))
-
-
-def tell_gpu_memory(link: ControlLink, device: torch.device) -> None:
-    """Of the whole GPU as the driver counts, since the buffers of NCCL and of symmetric memory are
-    not torch's. Asked between sessions only: the driver may make it wait."""
-    if device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        link.channel.send(GpuMemory(link.name, total_bytes - free_bytes))
 
 
 def cpu_has_amx() -> bool:

@@ -5,6 +5,8 @@ BT.601, limited range; a chroma sample is the mean of its 2 x 2 pixels.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,12 @@ _RGB_TO_YUV = (
 )
 
 
+@functools.cache
+def _weight(device: torch.device) -> Tensor:
+    """Made once for each device: a captured decode may not copy from the host."""
+    return torch.tensor(_RGB_TO_YUV, device=device)
+
+
 def rgb_to_i420(frames_FCHW: Tensor) -> Tensor:
     """float (F, 3, H, W) with even H and W -> uint8 (F, H * W * 3 / 2).
 
@@ -23,7 +31,7 @@ def rgb_to_i420(frames_FCHW: Tensor) -> Tensor:
     avg_pool2d and 1 x 1 convolutions took 4.6 ms.
     """
     frames = frames_FCHW.float().clamp(0, 1)
-    weight = frames.new_tensor(_RGB_TO_YUV)
+    weight = _weight(frames.device)
     luma = (weight[:1] @ frames.flatten(2)).add_(16)
     rows = frames[:, :, 0::2] + frames[:, :, 1::2]
     sums = rows[..., 0::2] + rows[..., 1::2]

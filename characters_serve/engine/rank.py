@@ -24,8 +24,9 @@ from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.child import arguments, run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
-from characters_serve.engine.device import choose_device, tell_gpu_memory
+from characters_serve.engine.device import choose_device
 from characters_serve.engine.generator import load_family, load_prompt
+from characters_serve.engine.gpu_memory import tell_gpu_memory
 from characters_serve.engine.latent_link import LatentSender, LatentSink
 from characters_serve.engine.ranks import Order, Ranks
 from characters_serve.engine.reference_image import image_tensor
@@ -251,7 +252,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
 def _sink(config: Config, group_dir: Path, device: torch.device, dtype: torch.dtype) -> LatentSink:
     if config.optimizations.dedicated_decoder:
         return LatentSender(group_dir)
-    return InRankDecoder(config.model, group_dir, device, dtype)
+    return InRankDecoder(config, group_dir, device, dtype)
 
 
 def main() -> int:

@@ -78,7 +78,7 @@ class ClipRenderer:
         generator = load_family(model, device=self._device, dtype=dtype)
         prompt = load_prompt(model, self._device)
         self._denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
-        self._decoder = ChunkDecoder(model, self._device, dtype)
+        self._decoder = ChunkDecoder(model, self._device, dtype, config.optimizations)
         self._packed = PackedStep(model, self._device)
 
     def render(self, clip: Clip, speech: Pcm) -> Iterator[list[bytes]]:

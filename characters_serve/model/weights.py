@@ -72,15 +72,21 @@ class StreamDecoder(Protocol):
 
 
 def load_decoder(
-    model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    fused: bool = False,
 ) -> VideoDecoder | LatentVideoDecoder:
+    """fused: see LatentVideoDecoder; the embedded character's decoder has one path only."""
     if model.decoder == "reference_warp":
         network = load_network(lambda: VideoDecoder(model), model, "decoder", device, dtype, seed)
         assert isinstance(network, VideoDecoder)
         return network
     vae = load_network(lambda: make_autoencoder(model), model, "decoder", device, dtype, seed)
     assert isinstance(vae, WanVAE | TAEHV)
-    return LatentVideoDecoder(vae, model)
+    return LatentVideoDecoder(vae, model, fused=fused)
 
 
 def save_network(network: nn.Module, folder: Path, name: str) -> None:

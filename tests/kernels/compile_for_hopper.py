@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, compile
 from characters_kernels import (
     attention,
     delta_rotate,
+    frame_tile,
     gelu_quant,
     gemm_all_reduce,
     linear_fp8,
@@ -143,6 +144,23 @@ def main() -> None:
             num_warps=plan.warps,
             num_stages=plan.stages,
         )
+    products = dict.fromkeys(("s0", "s1", "s2", "s3", "s4", "s5"), "*fp16")
+    sizes = dict.fromkeys(("positions", "channels", "frame"), I32)
+    for frames in (1, 4):
+        compiled(
+            frame_tile._norm_silu_tile_kernel,
+            (products if frames == 4 else dict.fromkeys(products, BF16))
+            | dict.fromkeys(("bias", "gamma", "past"), BF16)
+            | {"tile": "*fp16" if frames == 4 else BF16, "root": "fp32"}
+            | sizes,
+            {"FRAMES": frames, "PRODUCTS": frames == 4, "POSITIONS": 4, "COLUMNS": 256},
+            label=f".{frames}",
+        )
+    compiled(
+        frame_tile._join_tile_kernel,
+        products | dict.fromkeys(("bias", "residual", "out"), BF16) | sizes,
+        {"FRAMES": 4, "RESIDUAL": True, "POSITIONS": 4, "COLUMNS": 256},
+    )
 
 
 if __name__ == "__main__":

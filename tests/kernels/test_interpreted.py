@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from characters_kernels import attention, delta_rotate, gelu_quant, linear_fp8
+from characters_kernels import attention, delta_rotate, frame_tile, gelu_quant, linear_fp8
 from characters_kernels import residual_norm as norm
 from characters_kernels import ring_store as store
 from characters_kernels import square_sums as squares
@@ -217,3 +217,30 @@ def test_fp8_attention(keys: int) -> None:
 
     assert error(found) <= 2 * error(plain) + 1e-3
     assert error(plain) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("frames", "from_products"), [(1, False), (2, False), (2, True), (4, False), (4, True)]
+)
+def test_norm_silu_tile(frames: int, from_products: bool) -> None:
+    sources = list(random(frames + 2 * from_products, 3, 7, 12))
+    bias, gamma = random(2, 12, seed=1)
+    past, tile = random(2, 3, 7, 12, seed=2), torch.zeros(frames + 2, 3, 7, 12)
+    results = []
+    for call in (frame_tile.norm_silu_tile_triton, frame_tile.norm_silu_tile_reference):
+        written = past.clone(), tile.clone()
+        call(sources, bias if from_products else None, gamma, *written)
+        results.append(written)
+    for found, expected in zip(*results, strict=True):
+        agree(found, expected)
+
+
+@pytest.mark.parametrize("frames", [2, 4])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_join_tile(frames: int, with_residual: bool) -> None:
+    products = list(frame_tile.PRODUCT_SCALE * random(frames + 2, 3, 7, 12))
+    residual = random(frames, 3, 7, 12, seed=1) if with_residual else None
+    found, expected = torch.zeros(2, frames, 3, 7, 12)
+    frame_tile.join_tile_triton(products, random(12, seed=2), residual, found)
+    frame_tile.join_tile_reference(products, random(12, seed=2), residual, expected)
+    agree(found, expected)

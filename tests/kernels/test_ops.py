@@ -11,6 +11,13 @@ from torch import Tensor
 from characters_kernels import attention
 from characters_kernels.delta_rotate import delta_rotate
 from characters_kernels.fp8 import E4M3, HEADROOM, dequantise, quantise, scale_for, to_e4m3
+from characters_kernels.frame_tile import (
+    join_tile,
+    norm_silu_tile,
+    norm_silu_tile_triton,
+    tap_sums,
+    transforms,
+)
 from characters_kernels.gelu_quant import gelu_quant
 from characters_kernels.linear_fp8 import linear_fp8, linear_fp8_tiled
 from characters_kernels.residual_norm import residual_norm
@@ -79,6 +86,25 @@ def arguments() -> dict[str, tuple[Any, tuple[Any, ...]]]:
                 counter(),
             ),
         ),
+        "norm_silu_tile": (
+            norm_silu_tile,
+            (
+                list(torch.randn(4, 3, 2, DIM)),
+                None,
+                torch.ones(DIM),
+                torch.randn(2, 3, 2, DIM),
+                torch.zeros(6, 3, 2, DIM),
+            ),
+        ),
+        "join_tile": (
+            join_tile,
+            (
+                list(torch.randn(6, 3, 2, DIM)),
+                torch.ones(DIM),
+                torch.randn(4, 3, 2, DIM),
+                torch.zeros(4, 3, 2, DIM),
+            ),
+        ),
         "linear_fp8": (linear_fp8, (x8, w8, one, one, torch.float32)),
         "linear_fp8_tiled": (linear_fp8_tiled, (x8, w8, one, one, torch.float32)),
     }
@@ -140,3 +166,32 @@ def test_the_monitor_reads_the_count_of_the_last_request() -> None:
     assert monitor.read() == 0, "the old session's count is not the new one's"
     monitor.request()
     assert monitor.read() == 0
+
+
+@pytest.mark.parametrize("frames", [2, 4])
+def test_fewer_products_of_a_tile_are_the_convolution(frames: int) -> None:
+    """In float64, where nothing but the arithmetic can differ."""
+    random = torch.Generator().manual_seed(frames)
+    taps, frames_in, join = transforms(frames)
+    weight = torch.randn(3, generator=random, dtype=torch.float64)
+    seen = torch.randn(frames + 2, generator=random, dtype=torch.float64)
+    joined = join @ ((taps @ weight) * (frames_in @ seen))
+    torch.testing.assert_close(joined, seen.unfold(0, 3, 1) @ weight, rtol=0, atol=1e-13)
+
+
+def test_tiles_of_bf16_have_taps_in_float16_and_tiles_of_float32_in_their_own() -> None:
+    weight = torch.randn(8, 4, 3, 3, 3)
+    assert {taps.dtype for taps in tap_sums(weight, 4)} == {torch.float32}
+    kernels = tap_sums(weight.bfloat16(), 2)
+    assert [(taps.shape, taps.dtype) for taps in kernels] == [((8, 4, 3, 3), torch.float16)] * 4
+
+
+@pytest.mark.parametrize(
+    ("sources", "frames", "says"),
+    [(3, 3, "1, 2 or 4"), (5, 4, "neither frames nor products"), (6, 4, "bias")],
+)
+def test_other_tiles_are_refused(sources: int, frames: int, says: str) -> None:
+    given = list(torch.zeros(sources, 2, 2, 8))
+    tile = torch.zeros(frames + 2, 2, 2, 8)
+    with pytest.raises(ValueError, match=says):
+        norm_silu_tile_triton(given, None, torch.ones(8), torch.zeros(2, 2, 2, 8), tile)

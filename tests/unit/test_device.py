@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from characters_serve.config import EngineConfig
-from characters_serve.engine.device import choose_device, decoder_gpu, tell_gpu_memory
+from characters_serve.engine.device import choose_device, decoder_gpu
+from characters_serve.engine.gpu_memory import tell_gpu_memory
 from characters_serve.messages import GpuMemory
 
 

@@ -15,6 +15,7 @@ from characters_serve.model.decoders.stream import StreamState
 from characters_serve.model.decoders.taehv import TAEHV, PixelShuffle2x
 from characters_serve.model.decoders.wan21 import wan21_vae
 from characters_serve.model.decoders.wan22 import wan22_vae
+from characters_serve.model.decoders.wan_fused import fuse
 from characters_serve.model.decoders.wan_layers import WanVAE, norm_silu_after_past
 from tests.parity import FOLDER, Recording, inputs
 
@@ -223,3 +224,56 @@ def test_pixel_shuffle_is_torchs() -> None:
     with torch.no_grad():
         tae.encode(pixels, StreamState())
     assert torch.equal(PixelShuffle2x()(seen[0]), pixels)
+
+
+@functools.cache
+def fused(name: str, dtype: torch.dtype = torch.float32) -> WanVAE:
+    made = RECORDED[name]().eval().requires_grad_(False)
+    recording(name).fill(made)
+    made = made.to(dtype)
+    assert isinstance(made, WanVAE)
+    fuse(made)
+    return made
+
+
+@pytest.mark.parametrize("chunks", [[3], [1, 1, 1], [1, 2]], ids=str)
+@pytest.mark.parametrize("name", WAN)
+def test_the_fast_path_gives_the_authors_frames(name: str, chunks: list[int]) -> None:
+    state = StreamState()
+    parts = [
+        fused(name).decode(part, state) for part in torch.split(latents_of(name), chunks, dim=1)
+    ]
+    frames = torch.cat(parts, dim=1)
+    close(frames[:, list(KEPT_FRAMES[name])], recording(name)["frames"])
+
+
+@pytest.mark.parametrize("name", WAN)
+def test_the_fast_path_errs_no_more_than_the_plain_one_in_bf16(name: str) -> None:
+    plain = RECORDED[name]().eval().requires_grad_(False)
+    recording(name).fill(plain)
+    latents = latents_of(name)
+    exact = network(name).decode(latents, StreamState())
+
+    def error(vae: WanVAE | TAEHV) -> float:
+        found = vae.decode(latents.bfloat16(), StreamState()).float()
+        return float((found - exact).norm())
+
+    assert error(fused(name, torch.bfloat16)) <= 1.2 * error(plain.bfloat16())
+
+
+def test_the_fast_path_reads_and_writes_the_plain_paths_state() -> None:
+    name, latents = "wan22_vae", latents_of("wan22_vae")
+    plain, fast = StreamState(), StreamState()
+    expected = network(name).decode(latents, plain)
+    frames = fused(name).decode(latents, fast)
+    places = [past.data_ptr() for past in fast._past.values()]
+    assert fast.num_bytes == plain.num_bytes
+    fast.clear()
+    assert torch.equal(fused(name).decode(latents, fast), frames)
+    assert [past.data_ptr() for past in fast._past.values()] == places
+    close(frames, expected)
+
+
+def test_the_fast_path_decodes_one_stream() -> None:
+    with pytest.raises(ValueError, match="one stream, not 2"):
+        fused("wan22_vae").decode(latents_of("wan22_vae").expand(2, -1, -1, -1, -1), StreamState())

@@ -21,6 +21,7 @@ from characters_serve.model.decoders.stream import (
 from characters_serve.model.decoders.taehv import TAEHV, Variant
 from characters_serve.model.decoders.wan21 import wan21_vae
 from characters_serve.model.decoders.wan22 import wan22_vae
+from characters_serve.model.decoders.wan_fused import fuse
 from characters_serve.model.decoders.wan_layers import WanVAE
 
 
@@ -42,17 +43,21 @@ def make_autoencoder(model: ModelConfig) -> WanVAE | TAEHV:
 
 
 class LatentVideoDecoder(nn.Module):
-    def __init__(self, vae: WanVAE | TAEHV, model: ModelConfig) -> None:
+    def __init__(self, vae: WanVAE | TAEHV, model: ModelConfig, *, fused: bool = False) -> None:
+        """fused: the Wan decoders' fast path, for one stream; TAEHV has one path only."""
         super().__init__()
         self.vae = vae
         lay_out_channels_last(vae)
+        if fused and isinstance(vae, WanVAE):
+            fuse(vae)
         self._patch = model.patch
         self._grid = (model.grid_rows, model.grid_columns)
         self._begins_with_reference = model.causal_wan is None or model.causal_wan.start == "image"
 
-    def start(self, image: Tensor) -> StreamState:
-        """image: uint8 (H, W, 3), or float (1, 3, H, W) in [0, 1]."""
-        state = StreamState()
+    def start(self, image: Tensor, state: StreamState | None = None) -> StreamState:
+        """image: uint8 (H, W, 3), or float (1, 3, H, W) in [0, 1]. state: to be used again."""
+        state = state or StreamState()
+        state.clear()
         if not self._begins_with_reference:
             return state
         if image.dtype == torch.uint8:

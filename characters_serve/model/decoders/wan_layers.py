@@ -93,7 +93,7 @@ class CausalConv(nn.Conv3d):
         return y.permute(0, 2, 3, 4, 1)
 
 
-def _pointwise(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
+def pointwise(conv: nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     """A 1 x 1 convolution as the matrix product that it is with channels last."""
     return functional.linear(x, conv.weight.flatten(1), conv.bias)
 
@@ -119,16 +119,29 @@ class ResidualBlock(Layer):
         self.residual = nn.ModuleDict(
             {"0": first[0], "2": first[1], "3": second[0], "6": second[1]}
         )
-        self._halves = (first, second)
+        self.halves = (first, second)
         self.shortcut = (
             None if in_channels == out_channels else nn.Conv3d(in_channels, out_channels, 1)
         )
 
     def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
         h = x_BTHWC
-        for norm, conv in self._halves:
+        for norm, conv in self.halves:
             h = norm_conv(norm, conv, h, state)
-        return h + (x_BTHWC if self.shortcut is None else _pointwise(self.shortcut, x_BTHWC))
+        return h + (x_BTHWC if self.shortcut is None else pointwise(self.shortcut, x_BTHWC))
+
+
+class Head(Layer):
+    """The last norm, SiLU and convolution, numbered as in the checkpoints."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.norm_conv = (ChannelNorm(in_channels), CausalConv(in_channels, out_channels))
+        self.add_module("0", self.norm_conv[0])
+        self.add_module("2", self.norm_conv[1])
+
+    def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
+        return norm_conv(*self.norm_conv, x_BTHWC, state)
 
 
 class FrameAttention(Layer):
@@ -141,10 +154,10 @@ class FrameAttention(Layer):
         self.proj = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
-        h = _pointwise(self.to_qkv, channel_norm(x_BTHWC, self.norm.gamma))
+        h = pointwise(self.to_qkv, channel_norm(x_BTHWC, self.norm.gamma))
         q, k, v = h.flatten(2, 3).chunk(3, dim=-1)
         attended = functional.scaled_dot_product_attention(q, k, v).view_as(x_BTHWC)
-        return x_BTHWC + _pointwise(self.proj, attended)
+        return x_BTHWC + pointwise(self.proj, attended)
 
 
 class Upsample(Layer):
@@ -158,14 +171,17 @@ class Upsample(Layer):
         )
 
     def forward(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
-        # The first latent stays one frame, and leaves nothing behind for the second to see.
-        if self.time_conv is None or not state.started:
-            upsampled = nearest_2x(x_BTHWC)
-        else:
-            pairs = torch.unflatten(self.time_conv(x_BTHWC, state), -1, (2, -1))
-            upsampled = nearest_2x(pairs.movedim(-2, 2)).flatten(1, 2)
+        upsampled = nearest_2x(self.in_time(x_BTHWC, state)).flatten(1, 2)
         frames: Tensor = self.resample["1"](upsampled)
         return frames
+
+    def in_time(self, x_BTHWC: Tensor, state: StreamState) -> Tensor:
+        """What each frame becomes: (B, T, 1 or 2, H, W, C)."""
+        # The first latent stays one frame, and leaves nothing behind for the second to see.
+        if self.time_conv is None or not state.started:
+            return x_BTHWC[:, :, None]
+        pairs = torch.unflatten(self.time_conv(x_BTHWC, state), -1, (2, -1))
+        return pairs.movedim(-2, 2)
 
 
 class Downsample(Layer):
@@ -189,7 +205,7 @@ class Downsample(Layer):
         return halved
 
 
-class Coder(nn.Module):
+class Coder(Layer):
     """An encoder or a decoder: a convolution, stages, a middle (before or after them), a head."""
 
     def __init__(
@@ -209,14 +225,14 @@ class Coder(nn.Module):
                 ResidualBlock(middle_channels, middle_channels),
             ]
         )
-        self._head = (ChannelNorm(head_channels), CausalConv(head_channels, out_channels))
-        self.head = nn.ModuleDict({"0": self._head[0], "2": self._head[1]})
+        self.head: Layer = Head(head_channels, out_channels)
 
     def _run(self, layers: Iterable[nn.Module], x_BTHWC: Tensor, state: StreamState) -> Tensor:
         h: Tensor = self.conv1(x_BTHWC, state)
         for layer in layers:
             h = layer(h, state)
-        return norm_conv(*self._head, h, state)
+        frames: Tensor = self.head(h, state)
+        return frames
 
 
 class Encoder(Coder):
@@ -263,7 +279,8 @@ class WanVAE(nn.Module):
         super().__init__()
         z = len(mean)
         self.patch = patch
-        self.encoder, self.decoder = encoder, decoder
+        self.encoder = encoder
+        self.decoder: Layer = decoder
         self.conv1 = nn.Conv3d(2 * z, 2 * z, 1)
         self.conv2 = nn.Conv3d(z, z, 1)
         self.register_buffer("mean", torch.tensor(mean), persistent=False)
@@ -274,7 +291,7 @@ class WanVAE(nn.Module):
 
         F is 4 T, or 4 T - 3 at the start of a stream.
         """
-        z = _pointwise(self.conv2, latents_BTHWC * self.std + self.mean)
+        z = pointwise(self.conv2, latents_BTHWC * self.std + self.mean)
         if not state.started:
             first = self._unfold(self.decoder(z[:, :1], state))
             state.started = True
@@ -300,7 +317,7 @@ class WanVAE(nn.Module):
         for chunk in chunks:
             moments.append(self.encoder(chunk, state))
             state.started = True
-        mean, _log_variance = _pointwise(self.conv1, torch.cat(moments, dim=1)).chunk(2, dim=-1)
+        mean, _log_variance = pointwise(self.conv1, torch.cat(moments, dim=1)).chunk(2, dim=-1)
         return (mean - self.mean) / self.std
 
     def _fold(self, frames_BTHWC: Tensor) -> Tensor:
