@@ -7,6 +7,7 @@ nothing of what is done with it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from struct import error as StructError
 from struct import unpack_from
@@ -31,7 +32,7 @@ class Arrivals:
 
 
 def split(datagram: bytes) -> tuple[bytes, list[Arrivals]]:
-    """Takes a compound packet apart. Raises ValueError for feedback that is cut short."""
+    """Takes a compound packet apart. Feedback that is cut short is as if it were lost."""
     others = bytearray()
     found: list[Arrivals] = []
     offset = 0
@@ -39,7 +40,8 @@ def split(datagram: bytes) -> tuple[bytes, list[Arrivals]]:
         size = 4 + 4 * int.from_bytes(datagram[offset + 2 : offset + 4])
         packet = datagram[offset : offset + size]
         if packet[1] == _RTPFB and packet[0] & 0x1F == _FORMAT:
-            found.append(_parse(packet))
+            with suppress(StructError):
+                found.append(_parse(packet))
         else:
             others += packet
         offset += size
@@ -47,22 +49,19 @@ def split(datagram: bytes) -> tuple[bytes, list[Arrivals]]:
 
 
 def _parse(packet: bytes) -> Arrivals:
-    try:
-        first, count = unpack_from("!HH", packet, 12)
-        reference = int.from_bytes(packet[16:19], signed=True)
-        symbols, offset = _symbols(packet, 20, count)
-        at_s = reference * _REFERENCE_S
-        times_s: list[float | None] = []
-        for symbol in symbols:
-            if symbol not in _ARRIVED:
-                times_s.append(None)
-                continue
-            (delta,) = unpack_from("!B" if symbol == 1 else "!h", packet, offset)
-            offset += symbol
-            at_s += delta * _DELTA_S
-            times_s.append(at_s)
-    except StructError as error:
-        raise ValueError("the feedback is cut short") from error
+    first, count = unpack_from("!HH", packet, 12)
+    reference = int.from_bytes(packet[16:19], signed=True)
+    symbols, offset = _symbols(packet, 20, count)
+    at_s = reference * _REFERENCE_S
+    times_s: list[float | None] = []
+    for symbol in symbols:
+        if symbol not in _ARRIVED:
+            times_s.append(None)
+            continue
+        (delta,) = unpack_from("!B" if symbol == 1 else "!h", packet, offset)
+        offset += symbol
+        at_s += delta * _DELTA_S
+        times_s.append(at_s)
     return Arrivals(first, times_s)
 
 

@@ -76,15 +76,11 @@ def test_runs_and_one_bit_symbols() -> None:
 @given(st.binary(max_size=80))
 def test_a_strangers_bytes_are_passed_on_or_refused(data: bytes) -> None:
     packet = pack("!BBH", 0x8F, 205, 15) + data
-    try:
-        _, found = split(packet)
-    except ValueError:
-        return
+    _, found = split(packet)
     assert all(len(news.times_s) <= 65_535 for news in found)
 
 
-def test_feedback_that_is_cut_short_is_refused() -> None:
+def test_feedback_that_is_cut_short_is_left_out() -> None:
     packet = feedback(3, [4, 5, 300], reference=1, vectors=False)
     for length in range(20, len(packet) - 4, 4):
-        with pytest.raises(ValueError, match="cut short"):
-            split(packet[:length])
+        assert split(packet[:length]) == (b"", [])
