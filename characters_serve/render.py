@@ -6,6 +6,7 @@ with the same seed and the same speech draws. Runs as fast as the machine allows
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,42 @@ class RenderError(ValueError):
     """Input that cannot be rendered; the message names the file and what is wrong with it."""
 
 
+class OfflineRenderer:
+    """One configuration's model and decoder, loaded once, for one recording after another."""
+
+    def __init__(self, config: Config) -> None:
+        model = config.model
+        self.model = model
+        self._device, dtype = choose_device(config.engine)
+        generator = load_family(model, device=self._device, dtype=dtype)
+        prompt = load_prompt(model, self._device)
+        self._denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
+        self._decoder = ChunkDecoder(model, self._device, dtype, config.optimizations)
+        self._packed = PackedStep(model, self._device)
+
+    def render(
+        self, image_rgb: bytes, speech: NDArray[np.int16], seed: int
+    ) -> Iterator[tuple[list[bytes], bytes]]:
+        """Chunk by chunk, until the speech is over: frames in I420, and the voice at 48 kHz.
+
+        image_rgb: of the model's size. speech: mono, at the model's rate."""
+        model, packed = self.model, self._packed
+        self._denoiser.start(image_tensor(image_rgb, model, self._device), seed)
+        self._decoder.start(image_rgb)
+        chunker = Chunker(model, _SESSION, seed)
+        rate = model.audio.sample_rate
+        chunker.add(AgentAudio(_SESSION, 1, rate, speech.tobytes(), "", last=True))
+        for _ in range(num_chunks(speech, model)):
+            step = chunker.next(passes=len(model.noise_levels), listening_energy=0.0)
+            packed.fill(step)
+            latent = self._denoiser.step(packed.audio_window, packed.controls, packed.passes)
+            yield self._decoder.decode(latent), step.voice_48k
+
+
+def num_chunks(speech: NDArray[np.int16], model: ModelConfig) -> int:
+    return -(-len(speech) // model.audio_samples_per_chunk)
+
+
 def run_render(
     config: Config, image_path: Path, audio_path: Path, out_path: Path, seed: int
 ) -> None:
@@ -44,29 +81,14 @@ def run_render(
     except (OSError, ValueError) as error:
         raise RenderError(f"image {image_path}: {error}") from error
     speech = read_speech(audio_path, model.audio.sample_rate)
-
-    device, dtype = choose_device(config.engine)
-    generator = load_family(model, device=device, dtype=dtype)
-    prompt = load_prompt(model, device)
-    denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
-    denoiser.start(image_tensor(image_rgb, model, device), seed)
-    decoder = ChunkDecoder(model, device, dtype, config.optimizations)
-    decoder.start(image_rgb)
-    packed = PackedStep(model, device)
-    chunker = Chunker(model, _SESSION, seed)
-    chunker.add(AgentAudio(_SESSION, 1, model.audio.sample_rate, speech.tobytes(), "", last=True))
-
-    num_chunks = -(-len(speech) // model.audio_samples_per_chunk)
-    passes = len(model.noise_levels)
+    chunks = OfflineRenderer(config).render(image_rgb, speech, seed)
     # A render that breaks off must not leave a file that looks like a finished one.
     unfinished = out_path.with_name(f".{out_path.stem}.unfinished.mp4")
+    total = num_chunks(speech, model)
     try:
         with _Mp4(unfinished, model) as film:
-            for _ in tqdm(range(num_chunks), desc=out_path.name, unit="chunk"):
-                step = chunker.next(passes=passes, listening_energy=0.0)
-                packed.fill(step)
-                latent = denoiser.step(packed.audio_window, packed.controls, packed.passes)
-                film.add(decoder.decode(latent), step.voice_48k)
+            for frames, voice_48k in tqdm(chunks, desc=out_path.name, unit="chunk", total=total):
+                film.add(frames, voice_48k)
         unfinished.replace(out_path)
     finally:
         unfinished.unlink(missing_ok=True)

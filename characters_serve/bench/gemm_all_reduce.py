@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import multiprocessing
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -43,6 +41,7 @@ from characters_kernels.gemm_all_reduce import (
     steady_plan,
 )
 from characters_kernels.linear_fp8 import linear_fp8
+from characters_serve.bench.followers import SETTLE_SHARE, following
 from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
@@ -58,9 +57,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 _SHAPES: Final = (2, 3, 4)
 _TURNS: Final = 4
 _CHAIN: Final = 24
-_SETTLE_SHARE: Final = 0.25
 _SLEEP_CYCLES: Final = 50_000_000
-_ENDS_S: Final = 60.0
 
 
 class WrongSum(RuntimeError):
@@ -123,7 +120,7 @@ class Member:
             mark.record()
         torch.cuda.synchronize()
         times_ms = [a.elapsed_time(b) for a, b in pairwise(marks)]
-        return float(median(times_ms[int(replays * _SETTLE_SHARE) :])) / _CHAIN * 1000
+        return float(median(times_ms[int(replays * SETTLE_SHARE) :])) / _CHAIN * 1000
 
 
 def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> dict[str, float]:
@@ -336,20 +333,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
         )
     engine = config.engine.model_copy(update={"tensor_parallel": options.ranks})
     config = config.model_copy(update={"engine": engine})
-    timing = (options.seconds, options.sweep_seconds)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:
-        followers = [
-            context.Process(
-                target=_follow,
-                args=(config.model_dump_json(), Path(name), rank, *timing),
-                daemon=True,
-            )
-            for rank in range(1, options.ranks)
-        ]
-        for follower in followers:
-            follower.start()
-        member = Member(config.engine, Path(name), 0)
+    timing = {"seconds": options.seconds, "sweep_s": options.sweep_seconds}
+    with following(config, partial(_follow, **timing)) as folder:
+        member = Member(config.engine, folder, 0)
         result: dict[str, Any] = {
             "model": config.model.name,
             "ranks": options.ranks,
@@ -361,9 +347,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
             "commit": commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
-        _measure(member, config.model, config.optimizations, *timing, result, options.out)
+        _measure(
+            member, config.model, config.optimizations, **timing, result=result, out=options.out
+        )
         member.ranks.leave()
-        for follower in followers:
-            follower.join(_ENDS_S)
     report(result, options.out)
     return 0

@@ -16,15 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import multiprocessing
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from characters_serve.bench.followers import SETTLE_SHARE, following
 from characters_serve.bench.origin import commit, device_name, report
 from characters_serve.config import Config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
@@ -43,9 +41,6 @@ from characters_serve.engine.reference_image import image_tensor
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.model.shard import deal
 
-_SETTLE_SHARE = 0.25
-"""Of the run, for the clocks to settle to the cards' power limit; not counted."""
-_ENDS_S = 60.0
 _LOUDNESS = 0.1
 
 
@@ -207,7 +202,7 @@ def sustained(member: Member, decoder: Decoder, warm_up: int, seconds: float) ->
         started_s = time.perf_counter()
         while (elapsed_s := time.perf_counter() - started_s) < seconds or len(found) < 2:
             chunk = next(chunks)
-            if elapsed_s >= seconds * _SETTLE_SHARE:
+            if elapsed_s >= seconds * SETTLE_SHARE:
                 found.append(chunk)
     return found
 
@@ -215,16 +210,9 @@ def sustained(member: Member, decoder: Decoder, warm_up: int, seconds: float) ->
 def measure(config: Config, seconds: float) -> dict[str, Any]:
     """Raises PeerLost, or NCCL ends the process, when a rank of the group dies."""
     model, size = config.model, config.engine.tensor_parallel
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:
-        followers: list[BaseProcess] = []
-        for rank in range(1, size):
-            arguments = (config.model_dump_json(), Path(name), rank)
-            process = context.Process(target=_follow, args=arguments, daemon=True)
-            process.start()
-            followers.append(process)
+    with following(config, _follow) as folder:
         loading_s = time.perf_counter()
-        member = Member(config, Path(name), 0)
+        member = Member(config, folder, 0)
         decoder = Decoder(config)
         loaded_s = time.perf_counter() - loading_s
         random = torch.Generator().manual_seed(0)
@@ -240,8 +228,6 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         decoder.close()
         member.ranks.give(Order.IDLE, member.packed.host)
         member.leave()
-        for follower in followers:
-            follower.join(_ENDS_S)
     result = {
         "model": model.name,
         "weights": model.weights,

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import multiprocessing
 import os
 import shlex
 import sys
-import tempfile
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from characters_serve.bench.followers import SETTLE_SHARE, following
 from characters_serve.bench.origin import commit, report
 from characters_serve.config import Config, load_config
 from characters_serve.engine.denoiser import Denoiser
@@ -37,10 +35,6 @@ from characters_serve.engine.steady_sum import SteadySum, share_sums, use
 from characters_serve.engine.step_input import PackedStep
 from characters_serve.model.shard import deal
 from characters_serve.model.weights import load_generator
-
-_SETTLE_SHARE = 0.25
-"""Of the run, for the clocks to settle to the cards' power limit; not counted."""
-_ENDS_S = 60.0
 
 
 class Member:
@@ -103,7 +97,7 @@ class Member:
             self.packed.upload()
             self.ranks.give(Order.STEP, self.packed.host)
             self.step().cpu()
-            if elapsed_s >= seconds * _SETTLE_SHARE:
+            if elapsed_s >= seconds * SETTLE_SHARE:
                 times_ms.append((time.perf_counter() - started_s - elapsed_s) * 1000)
         self.ranks.give(Order.MESSAGE, self.packed.host)
         return times_ms
@@ -128,15 +122,8 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
     """Raises PeerLost, or NCCL ends the process, when a rank of the group dies. The fused sum
     waits for it, so give a run of that a time limit."""
     model, size = config.model, config.engine.tensor_parallel
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="characters-bench-") as name:
-        followers: list[BaseProcess] = []
-        for rank in range(1, size):
-            arguments = (config.model_dump_json(), Path(name), rank)
-            process = context.Process(target=_follow, args=arguments, daemon=True)
-            process.start()
-            followers.append(process)
-        leader = Member(config, Path(name), 0)
+    with following(config, _follow) as folder:
+        leader = Member(config, folder, 0)
         times_ms = leader.lead(seconds)
         unfused_ms: list[float] = []
         plain_sums = 0
@@ -145,8 +132,6 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
             leader.sum_plainly(leader.steady_sum)
             unfused_ms = leader.lead(seconds)
         leader.leave()
-        for follower in followers:
-            follower.join(_ENDS_S)
     step_ms = float(np.median(times_ms))
     on_gpu = leader.device.type == "cuda"
     result = {

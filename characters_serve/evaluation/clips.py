@@ -1,14 +1,13 @@
 """In: a configuration, pictures and speech. Out: clips of the character, and how each scores.
 
-The session's own chunker, model and decoder, without a clock, as for `characters render`. A clip is
-scored while it is drawn, so that sessions of any length fit into memory. Every run has idle motion
-and noise of its own: two runs of one configuration differ as two sessions do.
+Drawn as `characters render` draws. A clip is scored meanwhile, so that sessions of any length fit
+into memory. Every run has idle motion and noise of its own: two runs of one configuration differ as
+two sessions do.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,21 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from characters_serve.config import Config
-from characters_serve.engine.chunk_decoder import ChunkDecoder
-from characters_serve.engine.denoiser import Denoiser
-from characters_serve.engine.device import choose_device
-from characters_serve.engine.generator import load_family, load_prompt
-from characters_serve.engine.reference_image import image_tensor
-from characters_serve.engine.step_input import PackedStep
 from characters_serve.evaluation.lse import LipSync, lse, num_windows
-from characters_serve.evaluation.speech import Pcm, read_wav
+from characters_serve.evaluation.speech import read_wav
 from characters_serve.evaluation.syncnet import WINDOW, SyncNet
 from characters_serve.gateway.images import load_reference
-from characters_serve.messages import AgentAudio
-from characters_serve.session.chunker import Chunker
+from characters_serve.render import OfflineRenderer
 
-_SESSION: Final = "eval"
 _EMBED_FRAMES: Final = 240
 LOOK_EVERY_S: Final = 0.5
 """Between the pictures that are kept to compare runs by their pixels."""
@@ -68,39 +58,8 @@ class Score:
     windows: list[LipSync]
 
 
-class ClipRenderer:
-    """One configuration's model and decoder, loaded once."""
-
-    def __init__(self, config: Config) -> None:
-        model = config.model
-        self.model = model
-        self._device, dtype = choose_device(config.engine)
-        generator = load_family(model, device=self._device, dtype=dtype)
-        prompt = load_prompt(model, self._device)
-        self._denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
-        self._decoder = ChunkDecoder(model, self._device, dtype, config.optimizations)
-        self._packed = PackedStep(model, self._device)
-
-    def render(self, clip: Clip, speech: Pcm) -> Iterator[list[bytes]]:
-        """The clip's frames, I420, chunk by chunk, for as long as the speech lasts."""
-        model = self.model
-        image_rgb = load_reference(clip.picture.read_bytes(), model.width, model.height)
-        self._denoiser.start(image_tensor(image_rgb, model, self._device), clip.seed)
-        self._decoder.start(image_rgb)
-        chunker = Chunker(model, _SESSION, clip.seed)
-        rate = model.audio.sample_rate
-        chunker.add(AgentAudio(_SESSION, 1, rate, speech.tobytes(), "", last=True))
-        for _ in range(len(speech) // model.audio_samples_per_chunk):
-            step = chunker.next(passes=len(model.noise_levels), listening_energy=0.0)
-            self._packed.fill(step)
-            latent = self._denoiser.step(
-                self._packed.audio_window, self._packed.controls, self._packed.passes
-            )
-            yield self._decoder.decode(latent)
-
-
 def score_clip(
-    renderer: ClipRenderer, syncnet: SyncNet, clip: Clip, window_s: float
+    renderer: OfflineRenderer, syncnet: SyncNet, clip: Clip, window_s: float
 ) -> tuple[Score, NDArray[np.uint8]]:
     """Also the brightness of pictures LOOK_EVERY_S apart in the first half minute, uint8 (n, H, W).
     Raises ValueError for clips that are too short to score."""
@@ -112,8 +71,9 @@ def score_clip(
     looks: list[NDArray[np.uint8]] = []
     looked_at = range(0, _LOOK_FOR_S * model.fps, round(LOOK_EVERY_S * model.fps))
     shown = 0
-    for chunk in renderer.render(clip, speech):
-        planes = [_planes(frame, model.height) for frame in chunk]
+    image_rgb = load_reference(clip.picture.read_bytes(), model.width, model.height)
+    for frames, _ in renderer.render(image_rgb, speech, clip.seed):
+        planes = [_planes(frame, model.height) for frame in frames]
         seen.add(torch.stack([_rgb(frame) for frame in planes]))
         looks += [
             frame[: model.height] for at, frame in enumerate(planes, shown) if at in looked_at

@@ -24,11 +24,12 @@ from tqdm import tqdm
 from characters_serve.config import Config
 from characters_serve.engine.device import choose_device
 from characters_serve.evaluation import syncnet as networks
-from characters_serve.evaluation.clips import Clip, ClipRenderer, Score, score_clip
+from characters_serve.evaluation.clips import Clip, Score, score_clip
 from characters_serve.evaluation.lse import LipSync
 from characters_serve.evaluation.speech import prepare_speech
 from characters_serve.gateway.characters import load_characters
 from characters_serve.model.weights import BUILTIN
+from characters_serve.render import OfflineRenderer
 
 LOOKED_AT: Final = 5
 """Clips of each run whose pictures are kept, to compare them by their pixels."""
@@ -105,11 +106,11 @@ class Scorer:
             else networks.load_own(networks.OWN_WEIGHTS, device)
         )
         self._name = ""
-        self._renderer: ClipRenderer | None = None
+        self._renderer: OfflineRenderer | None = None
 
     def score(self, clip: Clip) -> Score:
         if self._renderer is None or self._name != clip.configuration:
-            self._renderer = ClipRenderer(self._plan.configurations[clip.configuration])
+            self._renderer = OfflineRenderer(self._plan.configurations[clip.configuration])
             self._name = clip.configuration
         score, looks = score_clip(self._renderer, self._syncnet, clip, self._plan.window_s)
         if clip.number < LOOKED_AT:
