@@ -103,7 +103,7 @@ def _norm_cases(model: ModelConfig, device: torch.device) -> Iterator[Case]:
     ]
     moved = tokens * dim * (2 + 2 + 2 + 1)
     yield Case("residual_norm", [partial(norm.residual_norm, *turn) for turn in turns], moved)
-    for warps in (4, 8, 32):
+    for warps in (4, 16, 32):
         call = partial(norm.residual_norm_triton, num_warps=warps)
         calls = [partial(call, *turn) for turn in turns]
         yield Case(f"residual_norm[warps={warps}]", calls, moved)

@@ -32,8 +32,11 @@ _QUERIES, _KEYS = 128, 128
 _SMS = 132
 _SPLIT_COST = 0.12
 """Waves that each further split costs for each wave of blocks: its partial results are written,
-read and combined. Chosen so that the splits that measured fastest on an H200 win: 2 at 9 heads,
-1 at 18, 3 at 24, 1 at 36."""
+read and combined."""
+_CALL_COST = 0.2
+"""Waves that a second call costs. Both were chosen so that what measured fastest on an H200 wins,
+757 queries and 5,788 keys: 9 heads in 2 splits; 18 whole; 24 as 22 whole and 2 in 8 to 11 splits (75
+us; in 3 splits 100 us); 36 whole (112 us; as 22 and 14 in 3 splits 116)."""
 
 
 def backend(device: torch.device) -> Backend:
@@ -71,33 +74,51 @@ def fp8_attention_reference(
 
 
 @functools.cache
-def splits_for(heads: int, queries: int) -> int:
-    """Parts that the keys are cut into, so that blocks fill whole waves of the multiprocessors."""
-    blocks = heads * -(-queries // _QUERIES)
+def parts_for(heads: int, queries: int) -> tuple[tuple[int, int], ...]:
+    """(heads, parts their keys are cut into) of one or two calls whose blocks fill whole waves of
+    the multiprocessors: one block has 128 queries of a head."""
+    blocks = -(-queries // _QUERIES)
 
-    def cost(splits: int) -> float:
-        combined = _SPLIT_COST * (splits - 1) * blocks / _SMS
-        return -(-blocks * splits // _SMS) / splits + combined
+    def waves(heads: int, splits: int) -> float:
+        combined = _SPLIT_COST * (splits - 1) * heads * blocks / _SMS
+        return -(-heads * blocks * splits // _SMS) / splits + combined
 
-    return min(range(1, 5), key=cost)
+    def cost(parts: tuple[tuple[int, int], ...]) -> float:
+        return _CALL_COST * (len(parts) - 1) + sum(waves(*part) for part in parts)
+
+    one_call = [((heads, splits),) for splits in range(1, 5)]
+    two_calls = [
+        ((whole, 1), (heads - whole, splits))
+        for whole in range(1, heads)
+        for splits in range(1, 13)
+    ]
+    return min((*one_call, *two_calls), key=cost)
 
 
 @torch.library.custom_op("characters::fp8_attention_fa3", mutates_args=(), device_types="cuda")
 def fp8_attention_fa3(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> Tensor:
-    from fa3_fwd_interface import flash_attn_func
+    import fa3_fwd_interface  # noqa: F401  registers torch.ops.fa3_fwd
 
-    out: Tensor = flash_attn_func(
-        q[None],
-        k[None],
-        v[None],
-        q_descale=q_scale[None],
-        k_descale=k_scale[None],
-        v_descale=v_scale[None],
-        num_splits=splits_for(q.shape[1], q.shape[0]),
-    )
-    return out[0]
+    out = torch.empty_like(q, dtype=torch.bfloat16)
+    first = 0
+    for heads, splits in parts_for(q.shape[1], q.shape[0]):
+        part = slice(first, first + heads)
+        # `flash_attn_func` cannot write into a given tensor.
+        torch.ops.fa3_fwd.fwd(
+            q[None, :, part],
+            k[None, :, part],
+            v[None, :, part],
+            out=out[None, :, part],
+            q_descale=q_scale[None, part],
+            k_descale=k_scale[None, part],
+            v_descale=v_scale[None, part],
+            softmax_scale=q.shape[2] ** -0.5,
+            num_splits=splits,
+        )
+        first += heads
+    return out
 
 
 @fp8_attention_fa3.register_fake

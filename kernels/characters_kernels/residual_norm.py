@@ -19,7 +19,7 @@ from torch.nn import functional
 from characters_kernels.fp8 import E4M3, store_as, store_block
 from characters_kernels.triton_jit import jit, next_power_of_two, tl
 
-_WARPS = 16
+_WARPS = 8
 
 
 def residual_norm_reference(
@@ -54,24 +54,45 @@ def _residual_norm_kernel(
     saturated,
     dim,
     eps,
-    COLUMNS: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
     RESIDUAL: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """One program: one token."""
-    columns = tl.arange(0, COLUMNS)
-    valid = columns < dim
-    row = tl.program_id(0) * dim + columns
-    total = tl.load(x + row, mask=valid, other=0.0).to(tl.float32)
+    """One program: one token, as its first HEAD columns and the rest (TAIL and more would fit)."""
+    row = tl.program_id(0) * dim
+    head = tl.arange(0, HEAD)
+    tail = HEAD + tl.arange(0, TAIL)
+    in_head, in_tail = head < dim, tail < dim
+    first = _residual(x + row, branch + row, gate, head, in_head, RESIDUAL)
+    rest = _residual(x + row, branch + row, gate, tail, in_tail, RESIDUAL)
+    mean = (tl.sum(first, 0) + tl.sum(rest, 0)) / dim
+    first = tl.where(in_head, first - mean, 0.0)
+    rest = tl.where(in_tail, rest - mean, 0.0)
+    variance = (tl.sum(first * first, 0) + tl.sum(rest * rest, 0)) / dim
+    inverse = tl.rsqrt(variance + eps)
+    first = _modulate(first * inverse, scale, shift, head, in_head)
+    rest = _modulate(rest * inverse, scale, shift, tail, in_tail)
+    over = tl.load(out_scale)
+    store_block(first, over, out + row + head, in_head, saturated, FP8)
+    store_block(rest, over, out + row + tail, in_tail, saturated, FP8)
+
+
+@jit
+def _residual(x, branch, gate, columns, valid, RESIDUAL: tl.constexpr):
+    """x + gate * branch, stored into x and returned in float32; x without a branch."""
+    total = tl.load(x + columns, mask=valid, other=0.0).to(tl.float32)
     if RESIDUAL:
-        added = tl.load(branch + row, mask=valid, other=0.0).to(tl.float32)
+        added = tl.load(branch + columns, mask=valid, other=0.0).to(tl.float32)
         total += tl.load(gate + columns, mask=valid, other=0.0).to(tl.float32) * added
-        tl.store(x + row, total.to(x.dtype.element_ty), mask=valid)
-    centred = tl.where(valid, total - tl.sum(total, 0) / dim, 0.0)
-    normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / dim + eps)
-    normed = normed * tl.load(scale + columns, mask=valid, other=0.0).to(tl.float32)
-    normed += tl.load(shift + columns, mask=valid, other=0.0).to(tl.float32)
-    store_block(normed, tl.load(out_scale), out + row, valid, saturated, FP8)
+        tl.store(x + columns, total.to(x.dtype.element_ty), mask=valid)
+    return total
+
+
+@jit
+def _modulate(normed, scale, shift, columns, valid):
+    scaled = normed * tl.load(scale + columns, mask=valid, other=0.0).to(tl.float32)
+    return scaled + tl.load(shift + columns, mask=valid, other=0.0).to(tl.float32)
 
 
 def residual_norm_triton(
@@ -98,6 +119,9 @@ def residual_norm_triton(
     for vector in (gate, scale, shift):
         if vector is not None and vector.shape != (dim,):
             raise ValueError(f"gate, scale and shift must be ({dim},), not {tuple(vector.shape)}")
+    # Blocks have powers of two of elements. A model's width is seldom one, but often the sum of two:
+    # 9,216 columns in one block of 16,384 took 29.2 us a call on an H200, as 8,192 and 1,024 20.4.
+    head = 1 << dim.bit_length() - 1
     _residual_norm_kernel[(tokens,)](
         x,
         x if branch is None else branch,
@@ -109,7 +133,8 @@ def residual_norm_triton(
         saturated,
         dim,
         eps,
-        COLUMNS=next_power_of_two(dim),
+        HEAD=head,
+        TAIL=next_power_of_two(max(1, dim - head)),
         RESIDUAL=branch is not None,
         FP8=out.dtype == E4M3,
         num_warps=num_warps,

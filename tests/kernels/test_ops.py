@@ -151,9 +151,14 @@ def test_an_op_has_no_implementation_for_a_device_that_cannot_run_it() -> None:
             call(x, x, x, one, one, one)
 
 
-@pytest.mark.parametrize(("heads", "splits"), [(9, 2), (18, 1), (24, 3), (36, 1)])
-def test_keys_are_split_as_measured_fastest(heads: int, splits: int) -> None:
-    assert attention.splits_for(heads, 757) == splits
+@pytest.mark.parametrize(
+    ("heads", "parts"),
+    [(9, ((9, 2),)), (18, ((18, 1),)), (24, ((22, 1), (2, 10))), (36, ((36, 1),))],
+)
+def test_heads_and_keys_are_cut_as_measured_fastest(
+    heads: int, parts: tuple[tuple[int, int], ...]
+) -> None:
+    assert attention.parts_for(heads, 757) == parts
 
 
 def test_the_monitor_reads_the_count_of_the_last_request() -> None:
