@@ -119,8 +119,8 @@ def residual_norm_triton(
     for vector in (gate, scale, shift):
         if vector is not None and vector.shape != (dim,):
             raise ValueError(f"gate, scale and shift must be ({dim},), not {tuple(vector.shape)}")
-    # Blocks have powers of two of elements. A model's width is seldom one, but often the sum of two:
-    # 9,216 columns in one block of 16,384 took 29.2 us a call on an H200, as 8,192 and 1,024 20.4.
+    # Blocks have powers of two of elements. A width is seldom one, but often the sum of two: 9,216
+    # columns in one block of 16,384 took 29.2 us a call on an H200, as 8,192 and 1,024 20.4.
     head = 1 << dim.bit_length() - 1
     _residual_norm_kernel[(tokens,)](
         x,
