@@ -78,7 +78,14 @@ class Member:
     def exchange(self, rows: int, columns: int, plan: Plan) -> Exchange:
         memory = self.ranks.share(region_bytes(rows, columns, plan))
         return Exchange(
-            memory.region, memory.addresses, self.ranks.rank, rows, columns, plan, keep=memory
+            memory.region,
+            memory.addresses,
+            self.ranks.rank,
+            rows,
+            columns,
+            plan,
+            self.ranks.timeout_s,
+            keep=memory,
         )
 
     def agreed(self, number: float) -> float:

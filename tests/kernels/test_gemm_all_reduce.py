@@ -50,12 +50,11 @@ def inputs(rank: int, call: int) -> Inputs:
 
 def exchange(regions: list[Tensor], rank: int, plan: Plan) -> Exchange:
     addresses = [region.data_ptr() for region in regions]
-    return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan)
+    return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan, ENDED_S)
 
 
 def launch(end: Exchange, given: Inputs) -> Tensor:
-    addresses, plan = list(end.addresses), list(end.plan)
-    gemm_all_reduce_triton(*given, end.out, end.counts, addresses, 0, end.rank, plan)
+    gemm_all_reduce_triton(*given, None, *end.arguments)
     return end.out
 
 
@@ -137,25 +136,22 @@ def test_impossible_exchanges_say_why() -> None:
     plan = PLANS[0]
     region = zeros(plan)
     with pytest.raises(ValueError, match="not the memory at this rank's address"):
-        Exchange(region, [zeros(plan).data_ptr(), 0], 0, ROWS, COLUMNS, plan)
+        Exchange(region, [zeros(plan).data_ptr(), 0], 0, ROWS, COLUMNS, plan, 1.0)
     with pytest.raises(ValueError, match="multiples of 16"):
-        Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS - 8, plan)
+        Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS - 8, plan, 1.0)
     for wrong in ({"computing": 0}, {"adding_from": 3, "computing": 3}, {"programs": 0}):
         with pytest.raises(ValueError, match=r"impossible numbers|nobody"):
-            Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS, plan._replace(**wrong))
+            Exchange(region, [region.data_ptr()], 0, ROWS, COLUMNS, plan._replace(**wrong), 1.0)
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs Triton")
 def test_a_copy_of_the_shared_sum_and_other_shapes_are_refused() -> None:
     region = zeros(PLANS[0])
     end = exchange([region], 0, PLANS[0])
-    addresses, plan = list(end.addresses), list(end.plan)
     x, weight, x_scale, weight_scale = inputs(0, 0)
-    copied = end.out.clone()
+    out, *others = end.arguments
     with pytest.raises(ValueError, match="not a copy of it"):
-        gemm_all_reduce_triton(
-            x, weight, x_scale, weight_scale, copied, end.counts, addresses, 0, 0, plan
-        )
+        gemm_all_reduce_triton(x, weight, x_scale, weight_scale, None, out.clone(), *others)
     with pytest.raises(ValueError, match="the exchange is for"):
         launch(end, (x[:16], weight, x_scale, weight_scale))
 

@@ -75,7 +75,7 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
     """An odd number of calls, each read before the next: no compiler may move or copy them."""
     member = gemm_all_reduce.Member(EngineConfig(device="cuda", tensor_parallel=size), folder, rank)
     exchange = member.exchange(768, 9216, steady_plan(132))
-    addresses, plan = list(exchange.addresses), list(exchange.plan)
+    _, _, *constants = exchange.arguments
     of_all = [
         [gemm_all_reduce.integers(member.device, 768, 9216, 1024, 10 * call + other)
          for other in range(size)]
@@ -85,7 +85,7 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
     def chain(out: Tensor, counts: Tensor) -> list[Tensor]:
         doubled = []
         for inputs in of_all:
-            fused(*inputs[rank], out, counts, addresses, 0, rank, plan)
+            fused(*inputs[rank], None, out, counts, *constants)
             doubled.append(2 * out)
         return doubled
 
