@@ -290,7 +290,7 @@ def _gemm_all_reduce_kernel(
         flags = _at(own, 2 * size, tl.int64)
         call = tl.load(counts + 1 + program) + 1
         lost = tl.atomic_add(flags + in_vain, 0, sem="relaxed", scope="sys")
-        until = tl.where(lost == 0, now_ns() + timeout_ns, 0)
+        until = tl.where(lost == 0, now_ns() + timeout_ns.to(tl.int64), 0)
         # Each program that adds draws one ticket more than there are slices, and stops.
         slices = (tiles - rank + WORLD - 1) // WORLD * SLICES
         drawn_before = (call - 1) * (slices + ADDING)
