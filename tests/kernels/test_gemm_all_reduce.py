@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from characters_kernels import gemm_all_reduce
 from characters_kernels.fp8 import to_e4m3
 from characters_kernels.gemm_all_reduce import (
     Exchange,
     Plan,
+    RankLost,
     gemm_all_reduce_reference,
     gemm_all_reduce_triton,
     region_bytes,
@@ -28,7 +30,7 @@ ROWS, COLUMNS, DEPTH = 29, 80, 48
 # single program multiplies where that also adds.
 PLANS = (Plan(16, 32, 32, 8, 1, 3, 0, 4, 2), Plan(16, 32, 32, 16, 3, 5, 3, 4, 2))
 SIZES = (2, 3)
-CALLS = 5
+CALLS = 3  # the last one gated
 ENDED_S = 120.0
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -48,13 +50,17 @@ def inputs(rank: int, call: int) -> Inputs:
     return to_e4m3(x, clamped), to_e4m3(weight, clamped), *scales
 
 
-def exchange(regions: list[Tensor], rank: int, plan: Plan) -> Exchange:
+def gate() -> Tensor:
+    return torch.arange(COLUMNS).remainder(5).sub(2).to(torch.bfloat16)
+
+
+def exchange(regions: list[Tensor], rank: int, plan: Plan, timeout_s: float = ENDED_S) -> Exchange:
     addresses = [region.data_ptr() for region in regions]
-    return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan, ENDED_S)
+    return Exchange(regions[rank], addresses, rank, ROWS, COLUMNS, plan, timeout_s)
 
 
-def launch(end: Exchange, given: Inputs) -> Tensor:
-    gemm_all_reduce_triton(*given, None, *end.arguments)
+def launch(end: Exchange, given: Inputs, gate: Tensor | None = None) -> Tensor:
+    gemm_all_reduce_triton(*given, gate, *end.arguments)
     return end.out
 
 
@@ -68,7 +74,8 @@ def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Pa
         for call in range(CALLS):
             if call % size == rank:
                 time.sleep(0.05)  # late
-            made[size, plan, call] = launch(end, inputs(rank, call)).clone()
+            gated = gate() if call == CALLS - 1 else None
+            made[size, plan, call] = launch(end, inputs(rank, call), gated).clone()
     torch.save(made, folder / f"{rank}.pt")
 
 
@@ -104,7 +111,11 @@ def test_two_and_three_ranks_sum_what_each_multiplies(tmp_path: Path) -> None:
         for other in made[1:size]:
             assert torch.equal(found, other[size, plan, call]), "ranks differ"
         of_all = [inputs(rank, call) for rank in range(size)]
-        if call % 2 == 0:
+        if call == CALLS - 1:
+            held = made[0][size, plan, call - 1].float()
+            total = held + gate().float() * gemm_all_reduce_reference(of_all).float()
+            assert torch.equal(found.float(), _cut(total))
+        elif call % 2 == 0:
             assert torch.equal(found, gemm_all_reduce_reference(of_all))
         else:
             assert error(found, of_all) <= 2 * error(cut_off(of_all), of_all)
@@ -130,6 +141,37 @@ def error(found: Tensor, of_all: list[Inputs]) -> float:
 
 def zeros(plan: Plan) -> Tensor:
     return torch.zeros(region_bytes(ROWS, COLUMNS, plan), dtype=torch.uint8)
+
+
+@pytest.mark.skipif(
+    not (INSTALLED and INTERPRETED), reason="needs Triton's interpreter (TRITON_INTERPRET=1)"
+)
+def test_a_rank_that_does_not_come_ends_the_wait_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings: list[int] = []
+
+    def clock() -> int:
+        readings.append(len(readings) * 10**9)
+        return readings[-1]
+
+    monkeypatch.setattr(gemm_all_reduce, "now_ns", clock)
+    plan = PLANS[1]
+    adding = plan.programs - plan.adding_from
+    regions = [zeros(plan) for _ in range(2)]
+    ends = [exchange(regions, rank, plan, timeout_s=20.0) for rank in range(2)]
+    for end in ends:
+        end.check()
+    launch(ends[0], inputs(0, 0))
+    assert not ends[0].out.any(), "a sum without the other rank's part"
+    for end in ends:
+        with pytest.raises(RankLost, match="waited for another's tiles for 20 s"):
+            end.check()
+    readings.clear()
+    launch(ends[0], inputs(0, 1))
+    launch(ends[1], inputs(1, 0))
+    slices = plan.tiles(ROWS, COLUMNS) * plan.rows // plan.slice_rows
+    assert len(readings) <= 2 * (2 * adding + 1) + slices, "still waits"
 
 
 def test_impossible_exchanges_say_why() -> None:
