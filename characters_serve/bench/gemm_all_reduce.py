@@ -4,9 +4,11 @@
 
 In: a geometry and a number of ranks, each a process with a GPU of its own. Out: for rank 0's
 out-projection at TP=2, 3 and 4, microseconds of the library's matmul alone, of NCCL's and of the
-two-shot all-reduce alone, of matmul and NCCL in turn, and of the fused kernel; and which share of
-NCCL's time the fused kernel hides: (matmul + all-reduce - fused) / all-reduce. `--sweep-seconds`
-then tries other plans of the kernel. The last line of the output, and the file, are one JSON.
+two-shot all-reduce alone, of matmul and NCCL in turn, and of the fused kernel; of the fused kernel
+and the norm that follows it, with gate and residual in the norm (`fused_norm_us`) and in the sum
+(`gated_norm_us`); and which share of NCCL's time the fused kernel hides: (matmul + all-reduce -
+fused) / all-reduce. `--sweep-seconds` then tries other plans of the kernel. The last line of the
+output, and the file, are one JSON.
 
 All are captured chains of calls whose weights take turns, replayed on all ranks at once. Nothing is
 timed before the kernel's sums are right: they are compared, as every rank has them, with sums that
@@ -41,6 +43,7 @@ from characters_kernels.gemm_all_reduce import (
     steady_plan,
 )
 from characters_kernels.linear_fp8 import linear_fp8
+from characters_kernels.residual_norm import residual_norm
 from characters_serve.bench.followers import SETTLE_SHARE, following
 from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.rank_step import random_e4m3
@@ -48,6 +51,7 @@ from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizat
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.ranks import Ranks
 from characters_serve.engine.steady_sum import TwoShotProduct
+from characters_serve.model.dit import NORM_EPS
 from characters_serve.model.linear import out_projection_cut
 from characters_serve.model.shard import deal
 from characters_serve.model.steady import out_projection_rows
@@ -140,6 +144,7 @@ def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> di
     for x, weight, x_scale, weight_scale in of_all:
         exact += (x.double() @ weight.double().T) * (x_scale * weight_scale)
     fused = exchange(*of_all[rank]).clone()
+    exchange.check()
     plain = member.ranks.all_reduce(linear_fp8(*of_all[rank], torch.bfloat16))
     _same_bits(fused)
     errors = {name: _error(found, exact) for name, found in (("fused", fused), ("plain", plain))}
@@ -151,15 +156,19 @@ def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> di
 
 
 def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
-    """An odd number of calls in a graph, replayed with new inputs, another rank late each time."""
-    size, rank, calls, replays = member.ranks.size, member.ranks.rank, 3, 5
+    """An odd number of calls in a graph, the last one gated, replayed with new inputs, another rank
+    late each time."""
+    size, rank, replays = member.ranks.size, member.ranks.rank, 5
     rows, columns = exchange.rows, exchange.columns
+    some = torch.arange(columns, device=member.device).remainder(5).sub(2).to(torch.bfloat16)
+    gates = (None, None, some)
+    calls = len(gates)
     made = [integers(member.device, rows, columns, depth, 0) for _ in range(calls)]
     found = [torch.empty_like(exchange.out) for _ in range(calls)]
 
     def chain() -> None:
-        for inputs, kept in zip(made, found, strict=True):
-            kept.copy_(exchange(*inputs))
+        for inputs, gate, kept in zip(made, gates, found, strict=True):
+            kept.copy_(exchange(*inputs, gate))
 
     graph = member.captured(chain)
     for replay in range(replays):
@@ -175,10 +184,11 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
         if rank == replay % size:
             torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         graph.replay()
+        exchange.check()
+        expected = torch.zeros_like(exchange.out)
         for call, kept in enumerate(found):
-            expected = gemm_all_reduce_reference(
-                [integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
-            )
+            of_all = [integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
+            expected = gemm_all_reduce_reference(of_all, gates[call], expected)
             if not torch.equal(kept, expected):
                 wrong = int((kept != expected).sum())
                 raise WrongSum(f"replay {replay}, call {call}: {wrong} of {kept.numel()} differ")
@@ -239,10 +249,29 @@ def time_shape(
             [partial(exchange, x, weight, one, one) for weight in weights], seconds
         ),
     }
+    for name, then_norm in _norms(exchange):
+        calls = [partial(then_norm, x, weight, one, one) for weight in weights]
+        us[name] = member.call_us(calls, seconds)
+    exchange.check()
     hidden = (us["gemm_us"] + us["nccl_us"] - us["fused_us"]) / us["nccl_us"]
     return {name: round(value, 1) for name, value in us.items()} | {
         "hidden_share": round(hidden, 3)
     }
+
+
+def _norms(exchange: Exchange) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The fused kernel and the norm after it, which adds the gated sum to x or finds it there."""
+    like = exchange.out
+    x, out = torch.zeros_like(like), torch.zeros_like(like, dtype=E4M3)
+    gate, scale, shift = (torch.full_like(like[0], 0.01) for _ in range(3))
+    out_scale = torch.full((1,), 0.02, device=like.device)
+    saturated = torch.zeros(1, dtype=torch.int32, device=like.device)
+
+    def norm(x: Tensor, branch: Tensor | None, gate: Tensor | None) -> None:
+        residual_norm(x, branch, gate, scale, shift, NORM_EPS, out_scale, out, saturated)
+
+    yield "fused_norm_us", lambda *inputs: norm(x, exchange(*inputs), gate)
+    yield "gated_norm_us", lambda *inputs: norm(exchange(*inputs, gate=gate), None, None)
 
 
 def _timed_inputs(
@@ -287,7 +316,9 @@ def time_plan(member: Member, rows: int, columns: int, depth: int, plan: Plan) -
     x, weights, one = _timed_inputs(member.device, rows, columns, depth)
     exchange = member.exchange(rows, columns, plan)
     calls = [partial(exchange, x, weight, one, one) for weight in weights]
-    return row | {"fused_us": round(member.call_us(calls, 0.3), 1)}
+    fused_us = member.call_us(calls, 0.3)
+    exchange.check()
+    return row | {"fused_us": round(fused_us, 1)}
 
 
 def _depth(model: ModelConfig, tensor_parallel: int) -> int:

@@ -234,6 +234,8 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     all_passes = len(model.noise_levels)
     fewer = [engine.degraded_passes, engine.idle_passes]
     warm_ms = warm_up(denoiser, packed, model, [*fewer, all_passes])
+    if sums is not None:
+        sums.check()
     computing = Rank(model, link, ranks, denoiser, packed, sums)
     link.ready(
         {
