@@ -25,11 +25,11 @@ class Violation(Exception):
 
 
 class Program(NamedTuple):
-    """step: multiply, wait, tell, finish, end or done; index: of a tile or of the rank that is
+    """step: multiply, wait, tell, finish, end or done; at: a tile or the rank that is
     told next. unseen: stores that others may not see yet."""
 
     step: str
-    index: int = 0
+    at: int = 0
     unseen: frozenset[Store] = frozenset()
     after_telling: str = ""
 
@@ -96,8 +96,8 @@ class Protocol:
         ticket = rank.tickets - (rank.call - 1) * (slices + self.adding)
         rank = rank._replace(tickets=rank.tickets + 1)
         if ticket < slices:
-            return rank, program._replace(step="wait", index=ticket * self.size + number)
-        return rank, program._replace(step="finish", index=0)
+            return rank, program._replace(step="wait", at=ticket * self.size + number)
+        return rank, program._replace(step="finish", at=0)
 
     def next(self, state: State) -> Iterator[State]:
         for number, rank in enumerate(state):
@@ -127,7 +127,7 @@ class Protocol:
         may_give_up = self.impatient or not rank.waits
         match program.step:
             case "multiply" if not program.unseen or self.broken == "flag passes stores":
-                tile = program.index
+                tile = program.at
                 owner = state[tile % size]
                 flags = put(owner.flags, tile, owner.flags[tile] + 1)
                 state = changed(state, tile % size, owner._replace(flags=flags))
@@ -141,10 +141,10 @@ class Protocol:
                 yield with_program(changed(state, number, rank), number, index, program)
             case "wait":
                 calls = 1 if self.broken == "flags without calls" else rank.call
-                if rank.flags[program.index] >= calls * size:
-                    parts = {other.partial[program.index] for other in state}
+                if rank.flags[program.at] >= calls * size:
+                    parts = {other.partial[program.at] for other in state}
                     value = rank.call if parts == {rank.call} else WRONG
-                    sums = {("sums", other, program.index, value) for other in range(size)}
+                    sums = {("sums", other, program.at, value) for other in range(size)}
                     program = program._replace(unseen=program.unseen | sums)
                     rank, program = self._drawn(number, rank, program)
                     yield with_program(changed(state, number, rank), number, index, program)
@@ -152,13 +152,13 @@ class Protocol:
                     rank, program = self._drawn(number, rank, program)
                     yield with_program(changed(state, number, rank), number, index, program)
                 elif may_give_up:
-                    telling = program._replace(step="tell", index=0, after_telling="draw")
+                    telling = program._replace(step="tell", at=0, after_telling="draw")
                     yield with_program(state, number, index, telling)
             case "tell":
-                if program.index < size:
-                    other = state[program.index]._replace(in_vain=True)
-                    state = changed(state, program.index, other)
-                    program = program._replace(index=program.index + 1)
+                if program.at < size:
+                    other = state[program.at]._replace(in_vain=True)
+                    state = changed(state, program.at, other)
+                    program = program._replace(at=program.at + 1)
                 elif program.after_telling == "draw":
                     rank, program = self._drawn(number, rank, program)
                     state = changed(state, number, rank)
@@ -175,7 +175,7 @@ class Protocol:
                 if rank.finished >= rank.call * size * self.adding:
                     yield with_program(state, number, index, program._replace(step="done"))
                 elif may_give_up:
-                    telling = program._replace(step="tell", index=0, after_telling="done")
+                    telling = program._replace(step="tell", at=0, after_telling="done")
                     yield with_program(state, number, index, telling)
 
     def has_ended(self, state: State) -> bool:
