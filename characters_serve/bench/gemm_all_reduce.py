@@ -7,8 +7,9 @@ out-projection at TP=2, 3 and 4, microseconds of the library's matmul alone, of 
 two-shot all-reduce alone, of matmul and NCCL in turn, and of the fused kernel; of the fused kernel
 and the norm that follows it, with gate and residual in the norm (`fused_norm_us`) and in the sum
 (`gated_norm_us`); and which share of NCCL's time the fused kernel hides: (matmul + all-reduce -
-fused) / all-reduce. `--sweep-seconds` then tries other plans of the kernel. The last line of the
-output, and the file, are one JSON.
+fused) / all-reduce. `--sweep-seconds` then tries other plans of the kernel. With `--ranks 1` there
+are no collectives, and the kernel, which has nobody to sum with, shows what its matmul costs. The
+last line of the output, and the file, are one JSON.
 
 All are captured chains of calls whose weights take turns, replayed on all ranks at once. Nothing is
 timed before the kernel's sums are right: they are compared, as every rank has them, with sums that
@@ -49,7 +50,7 @@ from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.device import choose_device
-from characters_serve.engine.ranks import Ranks
+from characters_serve.engine.ranks import Ranks, SharedMemory
 from characters_serve.engine.steady_sum import TwoShotProduct
 from characters_serve.model.dit import NORM_EPS
 from characters_serve.model.linear import out_projection_cut
@@ -80,23 +81,32 @@ class Member:
         self.plan = steady_plan(count)
 
     def exchange(self, rows: int, columns: int, plan: Plan) -> Exchange:
-        memory = self.ranks.share(region_bytes(rows, columns, plan))
+        count, ranks = region_bytes(rows, columns, plan), self.ranks
+        if ranks.size == 1:
+            region = torch.zeros(count, dtype=torch.uint8, device=self.device)
+            memory = SharedMemory(region, [region.data_ptr()], multicast=0, handle=None)
+        else:
+            memory = ranks.share(count)
         return Exchange(
             memory.region,
             memory.addresses,
-            self.ranks.rank,
+            ranks.rank,
             rows,
             columns,
             plan,
-            self.ranks.timeout_s,
+            ranks.timeout_s,
             keep=memory,
         )
 
+    def of_rank_0(self, x: Tensor) -> Tensor:
+        """x, on the host, is overwritten on the others."""
+        if self.ranks.size > 1:
+            dist.broadcast(x, src=0)
+        return x
+
     def agreed(self, number: float) -> float:
         """Rank 0's number, on every rank."""
-        box = torch.tensor([number], dtype=torch.float64)
-        dist.broadcast(box, src=0)
-        return float(box)
+        return float(self.of_rank_0(torch.tensor([number], dtype=torch.float64)))
 
     def captured(self, calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
         calls()  # compiles, and makes workspaces
@@ -146,7 +156,7 @@ def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> di
     fused = exchange(*of_all[rank]).clone()
     exchange.check()
     plain = member.ranks.all_reduce(linear_fp8(*of_all[rank], torch.bfloat16))
-    _same_bits(fused)
+    _same_bits(member, fused)
     errors = {name: _error(found, exact) for name, found in (("fused", fused), ("plain", plain))}
     if not errors["fused"] <= 2 * errors["plain"]:
         raise WrongSum(
@@ -216,47 +226,42 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def _same_bits(out: Tensor) -> None:
+def _same_bits(member: Member, out: Tensor) -> None:
     """Raises WrongSum on ranks whose bits are not those of rank 0."""
-    mine = out.view(torch.int16).cpu()
-    first = mine.clone()
-    dist.broadcast(first.view(torch.uint8), src=0)
-    if not torch.equal(mine, first):
+    mine = out.view(torch.uint8).cpu()
+    if not torch.equal(mine, member.of_rank_0(mine.clone())):
         raise WrongSum("the ranks have different bits")
 
 
 def time_shape(
     member: Member, rows: int, columns: int, depth: int, seconds: float
 ) -> dict[str, float]:
+    ranks = member.ranks
     x, weights, one = _timed_inputs(member.device, rows, columns, depth)
     exchange = member.exchange(rows, columns, member.plan)
-    two_shot = TwoShotProduct(member.ranks, rows, columns)
-    partial_sum = torch.zeros(rows, columns, dtype=torch.bfloat16, device=member.device)
-    matmul = [partial(linear_fp8, x, weight, one, one, torch.bfloat16) for weight in weights]
+    us: dict[str, float] = {}
 
-    def then_nccl(call: Callable[[], Tensor]) -> Tensor:
-        return member.ranks.all_reduce(call())
+    def time_calls(name: str, call: Callable[..., object]) -> None:
+        calls = [partial(call, x, weight, one, one) for weight in weights]
+        us[name] = round(member.call_us(calls, seconds), 1)
 
-    us = {
-        "gemm_us": member.call_us(matmul, seconds),
-        "nccl_us": member.call_us([partial(member.ranks.all_reduce, partial_sum)], seconds),
-        "two_shot_us": member.call_us([two_shot.all_reduce], seconds),
-        "unfused_us": member.call_us([partial(then_nccl, call) for call in matmul], seconds),
-        "unfused_two_shot_us": member.call_us(
-            [partial(two_shot, x, weight, one, one) for weight in weights], seconds
-        ),
-        "fused_us": member.call_us(
-            [partial(exchange, x, weight, one, one) for weight in weights], seconds
-        ),
-    }
+    matmul = partial(linear_fp8, dtype=torch.bfloat16)
+    time_calls("gemm_us", matmul)
+    if ranks.size > 1:
+        two_shot = TwoShotProduct(ranks, rows, columns)
+        partial_sum = torch.zeros_like(exchange.out)
+        time_calls("nccl_us", lambda *_: ranks.all_reduce(partial_sum))
+        time_calls("two_shot_us", lambda *_: two_shot.all_reduce())
+        time_calls("unfused_us", lambda *inputs: ranks.all_reduce(matmul(*inputs)))
+        time_calls("unfused_two_shot_us", two_shot)
+    time_calls("fused_us", exchange)
     for name, then_norm in _norms(exchange):
-        calls = [partial(then_norm, x, weight, one, one) for weight in weights]
-        us[name] = member.call_us(calls, seconds)
+        time_calls(name, then_norm)
     exchange.check()
-    hidden = (us["gemm_us"] + us["nccl_us"] - us["fused_us"]) / us["nccl_us"]
-    return {name: round(value, 1) for name, value in us.items()} | {
-        "hidden_share": round(hidden, 3)
-    }
+    if ranks.size > 1:
+        hidden = (us["gemm_us"] + us["nccl_us"] - us["fused_us"]) / us["nccl_us"]
+        us["hidden_share"] = round(hidden, 3)
+    return us
 
 
 def _norms(exchange: Exchange) -> Iterator[tuple[str, Callable[..., None]]]:
@@ -365,10 +370,10 @@ def _follow(config_json: str, folder: Path, rank: int, seconds: float, sweep_s: 
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    if torch.cuda.device_count() < options.ranks or options.ranks < 2:
+    if not 1 <= options.ranks <= torch.cuda.device_count():
         raise SystemExit(
-            f"characters bench kernels --op gemm_all_reduce: {max(options.ranks, 2)} GPUs are "
-            f"needed, torch sees {torch.cuda.device_count()}"
+            f"characters bench kernels --op gemm_all_reduce: {options.ranks} GPUs are needed, "
+            f"torch sees {torch.cuda.device_count()}"
         )
     engine = config.engine.model_copy(update={"tensor_parallel": options.ranks})
     config = config.model_copy(update={"engine": engine})
@@ -378,7 +383,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
         result: dict[str, Any] = {
             "model": config.model.name,
             "ranks": options.ranks,
-            "transport": "peer to peer; nothing is reduced in the switch",
+            "transport": "peer to peer; nothing is reduced in the switch"
+            if options.ranks > 1
+            else "none",
             "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "not set"),
             "device": device_name(member.device),
             "torch": torch.__version__,
