@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from characters_kernels.gemm_all_reduce import gemm_all_reduce as fused
 from characters_kernels.gemm_all_reduce import RankLost, gemm_all_reduce_reference, steady_plan
+from characters_kernels.gemm_all_reduce import gemm_all_reduce as fused
 from characters_serve.bench import gemm_all_reduce, tensor_parallel
 from characters_serve.config import Config, EngineConfig, Optimizations, load_config
 
