@@ -3,6 +3,7 @@ interpreter: the flags, the waiting and the order of the sum are those of the GP
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import time
 from pathlib import Path
@@ -194,6 +195,10 @@ def test_a_copy_of_the_shared_sum_and_other_shapes_are_refused() -> None:
     out, *others = end.arguments
     with pytest.raises(ValueError, match="not a copy of it"):
         gemm_all_reduce_triton(x, weight, x_scale, weight_scale, None, out.clone(), *others)
+    in_switch = dataclasses.replace(end, multicast=end.addresses[0])
+    for refused, wrong in ((end, gate()[:-1]), (end, gate().float()), (in_switch, gate())):
+        with pytest.raises(ValueError, match="a gate must be"):
+            launch(refused, (x, weight, x_scale, weight_scale), wrong)
     with pytest.raises(ValueError, match="the exchange is for"):
         launch(end, (x[:16], weight, x_scale, weight_scale))
 
