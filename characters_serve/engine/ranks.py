@@ -165,6 +165,7 @@ def _refuse_forbidden_multicast() -> None:
 
 @contextmanager
 def peers() -> Iterator[None]:
+    """What fails within has missed a rank: PeerLost."""
     try:
         yield
     except RuntimeError as error:

@@ -25,9 +25,9 @@ device memory, and so the launch can be replayed from a CUDA graph. No call can 
 peers by more than itself, since it ends only when every rank has added all that it owns.
 
 A rank that is gone is waited for `timeout_s`, by the GPU's clock. Whoever has waited in vain leaves
-its sum out and says so to every rank, before it says that it has finished: so a rank that has not
-been told (`Exchange.check`) has true sums. From then on nobody waits, and the launches of a graph
-run through. What they write is of no use; the ranks must be made anew.
+its sum out and says so to every rank before it goes on, so a rank that has not been told
+(`Exchange.check`) has right sums. From then on nobody waits, and the launches of a graph run
+through. What they write is of no use; the ranks must be made anew.
 """
 
 from __future__ import annotations
@@ -389,52 +389,10 @@ def gemm_all_reduce_triton(
     )
 
 
-@torch.library.custom_op(
-    "characters::gemm_all_reduce", mutates_args=("out", "counts"), device_types="cuda"
+gemm_all_reduce = torch.library.custom_op(
+    "characters::gemm_all_reduce",
+    gemm_all_reduce_triton,
+    mutates_args=("out", "counts"),
+    device_types="cuda",
 )
-def gemm_all_reduce(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    gate: Tensor | None,
-    out: Tensor,
-    counts: Tensor,
-    addresses: list[int],
-    multicast: int,
-    rank: int,
-    plan: list[int],
-    timeout_ns: int,
-) -> None:
-    gemm_all_reduce_triton(
-        x,
-        weight,
-        x_scale,
-        weight_scale,
-        gate,
-        out,
-        counts,
-        addresses,
-        multicast,
-        rank,
-        plan,
-        timeout_ns,
-    )
-
-
-@gemm_all_reduce.register_fake
-def _(
-    x,
-    weight,
-    x_scale,
-    weight_scale,
-    gate,
-    out,
-    counts,
-    addresses,
-    multicast,
-    rank,
-    plan,
-    timeout_ns,
-):
-    return None
+gemm_all_reduce.register_fake(lambda *_: None)
