@@ -74,16 +74,19 @@ class Group:
         ]
 
     def forget(self) -> None:
+        """The default stream's work is over too, when a rank's begins."""
         torch.cuda.synchronize()
         for region, end in zip(self._regions, self.ends, strict=True):
             region.zero_()
             end.counts.zero_()
+        torch.cuda.synchronize()
 
     def one_by_one(self, calls: Sequence[Callable[[], object]]) -> None:
         """Compiles and loads what the calls launch. That may wait for the GPU, and so must come
         before a rank on it waits for another."""
         for region in self._regions:
             region[-8 * (self._tiles + 2) : -8].view(torch.int64).fill_(NEVER_WAITED_FOR)
+        torch.cuda.synchronize()
         self._launch(calls, torch.cuda.synchronize)
         self.forget()
 
@@ -112,6 +115,7 @@ class Group:
             with torch.cuda.graph(graph, stream=stream):
                 call()
             replays.append(graph.replay)
+        self.one_by_one(replays)
         return replays
 
 
