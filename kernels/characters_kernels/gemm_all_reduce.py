@@ -151,7 +151,8 @@ class Exchange:
         return self.out, self.counts, addresses, self.multicast, self.rank, plan, timeout_ns
 
     def check(self) -> None:
-        """Waits for the calls so far, and raises RankLost where their sums are not to be used."""
+        """Waits for the current stream's calls, and raises RankLost where their sums are not to be
+        used."""
         if int(self.region[-8:].view(torch.int64)):
             raise RankLost(f"a rank has waited for another's tiles for {self.timeout_s:g} s")
 

@@ -6,7 +6,7 @@ they do on GPUs of their own. What this leaves open is the link between those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -245,27 +245,19 @@ def test_calls_that_are_read_before_the_next_stay_so_under_the_compiler() -> Non
                 assert torch.equal(doubled[rank][call], expected), (call, rank)
 
 
-@pytest.fixture
-def impatient() -> Iterator[Group]:
+def test_a_rank_that_does_not_come_ends_the_wait_and_is_told() -> None:
     group = Group(2, 768, plan_for(2), timeout_s=0.2)
-    yield group
-    torch.cuda.synchronize()
-
-
-def test_a_rank_that_does_not_come_ends_the_wait_and_is_told(impatient: Group) -> None:
-    made, found, calls = chains(impatient)
-    replays = impatient.captured(calls)
-    with torch.cuda.stream(impatient.streams[0]):
-        replays[0]()
-    for end in impatient.ends:
-        with pytest.raises(RankLost, match=r"waited for another's tiles for 0\.2 s"):
-            end.check()
-    with torch.cuda.stream(impatient.streams[1]):
-        replays[1]()  # late; ends too
-    with pytest.raises(RankLost):
-        impatient.ends[1].check()
-    impatient.forget()
-    impatient.together(replays)
+    made, found, calls = chains(group)
+    replays = group.captured(calls)
+    for rank, replay in enumerate(replays):  # one after the other has given up
+        with torch.cuda.stream(group.streams[rank]):
+            replay()
+        torch.cuda.synchronize()
+        for end in group.ends:
+            with pytest.raises(RankLost, match=r"waited for another's tiles for 0\.2 s"):
+                end.check()
+    group.forget()
+    group.together(replays)
     for call, of_all in enumerate(made):
         expected = gemm_all_reduce_reference(of_all)
         assert all(torch.equal(kept[call], expected) for kept in found)
