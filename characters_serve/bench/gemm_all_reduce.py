@@ -4,9 +4,12 @@
 
 In: a geometry and a number of ranks, each a process with a GPU of its own. Out: for rank 0's
 out-projection at TP=2, 3 and 4, microseconds of the library's matmul alone, of NCCL's and of the
-two-shot all-reduce alone, of matmul and NCCL in turn, and of the fused kernel; and which share of
-NCCL's time the fused kernel hides: (matmul + all-reduce - fused) / all-reduce. `--sweep-seconds`
-then tries other plans of the kernel. The last line of the output, and the file, are one JSON.
+two-shot all-reduce alone, of matmul and NCCL in turn, and of the fused kernel; of the fused kernel
+and the norm that follows it, with gate and residual in the norm (`fused_norm_us`) and in the sum
+(`gated_norm_us`); and which share of NCCL's time the fused kernel hides: (matmul + all-reduce -
+fused) / all-reduce. `--sweep-seconds` then tries other plans of the kernel. With `--ranks 1` there
+are no collectives, and the kernel, which has nobody to sum with, shows what its matmul costs. The
+last line of the output, and the file, are one JSON.
 
 All are captured chains of calls whose weights take turns, replayed on all ranks at once. Nothing is
 timed before the kernel's sums are right: they are compared, as every rank has them, with sums that
@@ -41,13 +44,15 @@ from characters_kernels.gemm_all_reduce import (
     steady_plan,
 )
 from characters_kernels.linear_fp8 import linear_fp8
+from characters_kernels.residual_norm import residual_norm
 from characters_serve.bench.followers import SETTLE_SHARE, following
 from characters_serve.bench.origin import commit, device_name, report, save
 from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.device import choose_device
-from characters_serve.engine.ranks import Ranks
+from characters_serve.engine.ranks import Ranks, SharedMemory
 from characters_serve.engine.steady_sum import TwoShotProduct
+from characters_serve.model.dit import NORM_EPS
 from characters_serve.model.linear import out_projection_cut
 from characters_serve.model.shard import deal
 from characters_serve.model.steady import out_projection_rows
@@ -76,16 +81,32 @@ class Member:
         self.plan = steady_plan(count)
 
     def exchange(self, rows: int, columns: int, plan: Plan) -> Exchange:
-        memory = self.ranks.share(region_bytes(rows, columns, plan))
+        count, ranks = region_bytes(rows, columns, plan), self.ranks
+        if ranks.size == 1:
+            region = torch.zeros(count, dtype=torch.uint8, device=self.device)
+            memory = SharedMemory(region, [region.data_ptr()], multicast=0, handle=None)
+        else:
+            memory = ranks.share(count)
         return Exchange(
-            memory.region, memory.addresses, self.ranks.rank, rows, columns, plan, keep=memory
+            memory.region,
+            memory.addresses,
+            ranks.rank,
+            rows,
+            columns,
+            plan,
+            ranks.timeout_s,
+            keep=memory,
         )
+
+    def of_rank_0(self, x: Tensor) -> Tensor:
+        """x, on the host, is overwritten on the others."""
+        if self.ranks.size > 1:
+            dist.broadcast(x, src=0)
+        return x
 
     def agreed(self, number: float) -> float:
         """Rank 0's number, on every rank."""
-        box = torch.tensor([number], dtype=torch.float64)
-        dist.broadcast(box, src=0)
-        return float(box)
+        return float(self.of_rank_0(torch.tensor([number], dtype=torch.float64)))
 
     def captured(self, calls: Callable[[], object]) -> torch.cuda.CUDAGraph:
         calls()  # compiles, and makes workspaces
@@ -133,8 +154,9 @@ def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> di
     for x, weight, x_scale, weight_scale in of_all:
         exact += (x.double() @ weight.double().T) * (x_scale * weight_scale)
     fused = exchange(*of_all[rank]).clone()
+    exchange.check()
     plain = member.ranks.all_reduce(linear_fp8(*of_all[rank], torch.bfloat16))
-    _same_bits(fused)
+    _same_bits(member, fused)
     errors = {name: _error(found, exact) for name, found in (("fused", fused), ("plain", plain))}
     if not errors["fused"] <= 2 * errors["plain"]:
         raise WrongSum(
@@ -144,15 +166,19 @@ def check(member: Member, rows: int, columns: int, depth: int, plan: Plan) -> di
 
 
 def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
-    """An odd number of calls in a graph, replayed with new inputs, another rank late each time."""
-    size, rank, calls, replays = member.ranks.size, member.ranks.rank, 3, 5
+    """An odd number of calls in a graph, the last one gated, replayed with new inputs, another rank
+    late each time."""
+    size, rank, replays = member.ranks.size, member.ranks.rank, 5
     rows, columns = exchange.rows, exchange.columns
+    some = torch.arange(columns, device=member.device).remainder(5).sub(2).to(torch.bfloat16)
+    gates = (None, None, some)
+    calls = len(gates)
     made = [integers(member.device, rows, columns, depth, 0) for _ in range(calls)]
     found = [torch.empty_like(exchange.out) for _ in range(calls)]
 
     def chain() -> None:
-        for inputs, kept in zip(made, found, strict=True):
-            kept.copy_(exchange(*inputs))
+        for inputs, gate, kept in zip(made, gates, found, strict=True):
+            kept.copy_(exchange(*inputs, gate))
 
     graph = member.captured(chain)
     for replay in range(replays):
@@ -168,10 +194,11 @@ def _check_integers(member: Member, exchange: Exchange, depth: int) -> None:
         if rank == replay % size:
             torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         graph.replay()
+        exchange.check()
+        expected = torch.zeros_like(exchange.out)
         for call, kept in enumerate(found):
-            expected = gemm_all_reduce_reference(
-                [integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
-            )
+            of_all = [integers(member.device, rows, columns, depth, seed) for seed in seeds[call]]
+            expected = gemm_all_reduce_reference(of_all, gates[call], expected)
             if not torch.equal(kept, expected):
                 wrong = int((kept != expected).sum())
                 raise WrongSum(f"replay {replay}, call {call}: {wrong} of {kept.numel()} differ")
@@ -199,43 +226,58 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def _same_bits(out: Tensor) -> None:
+def _same_bits(member: Member, out: Tensor) -> None:
     """Raises WrongSum on ranks whose bits are not those of rank 0."""
-    mine = out.view(torch.int16).cpu()
-    first = mine.clone()
-    dist.broadcast(first.view(torch.uint8), src=0)
-    if not torch.equal(mine, first):
+    mine = out.view(torch.uint8).cpu()
+    if not torch.equal(mine, member.of_rank_0(mine.clone())):
         raise WrongSum("the ranks have different bits")
 
 
 def time_shape(
     member: Member, rows: int, columns: int, depth: int, seconds: float
 ) -> dict[str, float]:
+    ranks = member.ranks
     x, weights, one = _timed_inputs(member.device, rows, columns, depth)
     exchange = member.exchange(rows, columns, member.plan)
-    two_shot = TwoShotProduct(member.ranks, rows, columns)
-    partial_sum = torch.zeros(rows, columns, dtype=torch.bfloat16, device=member.device)
-    matmul = [partial(linear_fp8, x, weight, one, one, torch.bfloat16) for weight in weights]
+    us: dict[str, float] = {}
 
-    def then_nccl(call: Callable[[], Tensor]) -> Tensor:
-        return member.ranks.all_reduce(call())
+    def time_calls(name: str, call: Callable[..., object]) -> None:
+        calls = [partial(call, x, weight, one, one) for weight in weights]
+        us[name] = round(member.call_us(calls, seconds), 1)
 
-    us = {
-        "gemm_us": member.call_us(matmul, seconds),
-        "nccl_us": member.call_us([partial(member.ranks.all_reduce, partial_sum)], seconds),
-        "two_shot_us": member.call_us([two_shot.all_reduce], seconds),
-        "unfused_us": member.call_us([partial(then_nccl, call) for call in matmul], seconds),
-        "unfused_two_shot_us": member.call_us(
-            [partial(two_shot, x, weight, one, one) for weight in weights], seconds
-        ),
-        "fused_us": member.call_us(
-            [partial(exchange, x, weight, one, one) for weight in weights], seconds
-        ),
-    }
-    hidden = (us["gemm_us"] + us["nccl_us"] - us["fused_us"]) / us["nccl_us"]
-    return {name: round(value, 1) for name, value in us.items()} | {
-        "hidden_share": round(hidden, 3)
-    }
+    matmul = partial(linear_fp8, dtype=torch.bfloat16)
+    time_calls("gemm_us", matmul)
+    if ranks.size > 1:
+        two_shot = TwoShotProduct(ranks, rows, columns)
+        partial_sum = torch.zeros_like(exchange.out)
+        time_calls("nccl_us", lambda *_: ranks.all_reduce(partial_sum))
+        time_calls("two_shot_us", lambda *_: two_shot.all_reduce())
+        time_calls("unfused_us", lambda *inputs: ranks.all_reduce(matmul(*inputs)))
+        time_calls("unfused_two_shot_us", two_shot)
+    time_calls("fused_us", exchange)
+    for name, then_norm in _norms(exchange):
+        time_calls(name, then_norm)
+    exchange.check()
+    if ranks.size > 1:
+        hidden = (us["gemm_us"] + us["nccl_us"] - us["fused_us"]) / us["nccl_us"]
+        us["hidden_share"] = round(hidden, 3)
+    return us
+
+
+def _norms(exchange: Exchange) -> Iterator[tuple[str, Callable[..., None]]]:
+    """The fused kernel and the norm after it, which adds the gated sum to x or finds it there."""
+    like = exchange.out
+    x, out = torch.zeros_like(like), torch.zeros_like(like, dtype=E4M3)
+    gate, scale, shift = (torch.full_like(like[0], 0.01) for _ in range(3))
+    out_scale = torch.full((1,), 0.02, device=like.device)
+    saturated = torch.zeros(1, dtype=torch.int32, device=like.device)
+
+    def norm(x: Tensor, branch: Tensor | None, gate: Tensor | None) -> None:
+        residual_norm(x, branch, gate, scale, shift, NORM_EPS, out_scale, out, saturated)
+
+    gated = partial(exchange, gate=gate)
+    yield "fused_norm_us", lambda *inputs: norm(x, exchange(*inputs), gate)
+    yield "gated_norm_us", lambda *inputs: norm(gated(*inputs), None, None)
 
 
 def _timed_inputs(
@@ -280,7 +322,9 @@ def time_plan(member: Member, rows: int, columns: int, depth: int, plan: Plan) -
     x, weights, one = _timed_inputs(member.device, rows, columns, depth)
     exchange = member.exchange(rows, columns, plan)
     calls = [partial(exchange, x, weight, one, one) for weight in weights]
-    return row | {"fused_us": round(member.call_us(calls, 0.3), 1)}
+    fused_us = member.call_us(calls, 0.3)
+    exchange.check()
+    return row | {"fused_us": round(fused_us, 1)}
 
 
 def _depth(model: ModelConfig, tensor_parallel: int) -> int:
@@ -326,10 +370,10 @@ def _follow(config_json: str, folder: Path, rank: int, seconds: float, sweep_s: 
 
 
 def run(config: Config, options: argparse.Namespace) -> int:
-    if torch.cuda.device_count() < options.ranks or options.ranks < 2:
+    if not 1 <= options.ranks <= torch.cuda.device_count():
         raise SystemExit(
-            f"characters bench kernels --op gemm_all_reduce: {max(options.ranks, 2)} GPUs are "
-            f"needed, torch sees {torch.cuda.device_count()}"
+            f"characters bench kernels --op gemm_all_reduce: {options.ranks} GPUs are needed, "
+            f"torch sees {torch.cuda.device_count()}"
         )
     engine = config.engine.model_copy(update={"tensor_parallel": options.ranks})
     config = config.model_copy(update={"engine": engine})
@@ -339,7 +383,9 @@ def run(config: Config, options: argparse.Namespace) -> int:
         result: dict[str, Any] = {
             "model": config.model.name,
             "ranks": options.ranks,
-            "transport": "peer to peer; nothing is reduced in the switch",
+            "transport": "peer to peer; nothing is reduced in the switch"
+            if options.ranks > 1
+            else "none",
             "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "not set"),
             "device": device_name(member.device),
             "torch": torch.__version__,

@@ -99,6 +99,8 @@ class Member:
             self.step().cpu()
             if elapsed_s >= seconds * SETTLE_SHARE:
                 times_ms.append((time.perf_counter() - started_s - elapsed_s) * 1000)
+        if self.steady_sum is not None:
+            self.steady_sum.check()
         self.ranks.give(Order.MESSAGE, self.packed.host)
         return times_ms
 
@@ -119,8 +121,8 @@ def _follow(config_json: str, folder: Path, rank: int) -> None:
 
 
 def measure(config: Config, seconds: float) -> dict[str, Any]:
-    """Raises PeerLost, or NCCL ends the process, when a rank of the group dies. The fused sum
-    waits for it, so give a run of that a time limit."""
+    """When a rank of the group dies: raises PeerLost, as the fused sum does at the run's end; or
+    NCCL ends the process."""
     model, size = config.model, config.engine.tensor_parallel
     with following(config, _follow) as folder:
         leader = Member(config, folder, 0)

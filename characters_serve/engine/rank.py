@@ -124,7 +124,11 @@ class Rank:
                     started_s = time.perf_counter()
                     packed.fill(message)
                     ranks.give(Order.STEP, packed.host)
-                    sink.send(message, self._step(), started_s)
+                    latent = self._step()
+                    if self._sums is not None:
+                        # Waits for the step, as sending its latent would.
+                        self._sums.check()
+                    sink.send(message, latent, started_s)
                     self._tell_counts()
                 case StepInput():
                     self._dropped += 1
@@ -230,6 +234,8 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     all_passes = len(model.noise_levels)
     fewer = [engine.degraded_passes, engine.idle_passes]
     warm_ms = warm_up(denoiser, packed, model, [*fewer, all_passes])
+    if sums is not None:
+        sums.check()
     computing = Rank(model, link, ranks, denoiser, packed, sums)
     link.ready(
         {

@@ -76,7 +76,7 @@ class Ranks:
         self._path = folder / "ranks.store"
         self._device = device
         self._ready_timeout = timedelta(seconds=engine.ready_timeout_s)
-        self._timeout = timedelta(seconds=engine.rank_timeout_s)
+        self.timeout_s = engine.rank_timeout_s
 
     @property
     def group_name(self) -> str:
@@ -93,21 +93,21 @@ class Ranks:
         # Without it gloo looks up the machine's name, which a container may not know.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         on_gpu = self._device.type == "cuda"
-        with _peers():
+        with peers():
             store.wait([f"here-{rank}" for rank in range(self.size)], self._ready_timeout)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=self._timeout,
+                timeout=timedelta(seconds=self.timeout_s),
                 device_id=self._device if on_gpu else None,
             )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, made in place, with the same bits on each."""
         if self.size > 1:
-            with _peers():
+            with peers():
                 dist.all_reduce(x)
         return x
 
@@ -121,7 +121,7 @@ class Ranks:
             _refuse_forbidden_multicast()
         else:
             os.environ[_NO_MULTICAST] = "1"
-        with _peers():
+        with peers():
             region = symmetric_memory.empty(size, dtype=torch.uint8, device=self._device)
             handle = symmetric_memory.rendezvous(region, _all_ranks())
             region.zero_()
@@ -135,12 +135,12 @@ class Ranks:
         """Rank 0: the order, with all of `packed` (on the host), to every other rank."""
         if self.size > 1:
             packed[0] = order
-            with _peers():
+            with peers():
                 dist.broadcast(packed, src=0)
 
     def take(self, packed: Tensor) -> Order:
         """Any other rank: waits for rank 0's next order, and receives its `packed`."""
-        with _peers():
+        with peers():
             dist.broadcast(packed, src=0)
         return Order(int(packed[0]))
 
@@ -164,7 +164,8 @@ def _refuse_forbidden_multicast() -> None:
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def peers() -> Iterator[None]:
+    """What fails within has missed a rank: PeerLost."""
     try:
         yield
     except RuntimeError as error:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from characters_kernels.gemm_all_reduce import Exchange, region_bytes, steady_plan
 from characters_serve.config import Optimizations
-from characters_serve.engine.ranks import Ranks
+from characters_serve.engine.ranks import Ranks, peers
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.fp8 import Fp8Linear, MatmulThenSum, Product
 from characters_serve.model.steady import out_projection_rows
@@ -34,6 +34,13 @@ class SteadySum:
             return self._steady(x, weight, x_scale, weight_scale)
         self.plain_calls += 1
         return self.plain(x, weight, x_scale, weight_scale)
+
+    def check(self) -> None:
+        """Raises PeerLost where the steady sums so far are wrong, because a rank was missed; waits
+        for them. NCCL and torch's two-shot have no such word."""
+        if isinstance(self._steady, Exchange):
+            with peers():
+                self._steady.check()
 
 
 class TwoShotProduct:
@@ -75,6 +82,7 @@ def fused_product(ranks: Ranks, rows: int, columns: int, *, in_switch: bool) -> 
         rows,
         columns,
         plan,
+        ranks.timeout_s,
         multicast=memory.multicast if in_switch else 0,
         keep=memory,
     )

@@ -6,6 +6,7 @@ another: that is how they are checked without a GPU.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,19 @@ class _Missing:
         raise RuntimeError(f"{self._name} needs Triton: install the extra `gpu`")
 
 
-def jit(kernel: Callable[..., Any]) -> Any:
-    return triton.jit(kernel) if INSTALLED else _Missing(kernel.__name__)
+def jit(kernel: Callable[..., Any], **options: Any) -> Any:
+    return triton.jit(kernel, **options) if INSTALLED else _Missing(kernel.__name__)
+
+
+@jit
+def _gpu_clock_ns():
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+# Within a kernel: a clock that all its programs share. The interpreter knows no assembly.
+now_ns: Any = time.monotonic_ns if INTERPRETED else _gpu_clock_ns
 
 
 def next_power_of_two(n: int) -> int:

@@ -6,7 +6,8 @@
 # Parts, with their limits; without a name those of the first line run, in its order:
 #   step_tp4 50 s, step_tp3 50, step_tp2 60, decode 60, waterfall 215, kernels 45, tests_decoder 60
 #   tests_step 85, tests_kernels 80, beside 75 (decoding beside a rank of four, on a second GPU
-#   where there is one)
+#   where there is one), tests_fused 90 and fused 120 (the fused matmul and all-reduce: its sums on
+#   two to four ranks that share the GPU; what its matmul costs, by plan)
 # Needs torch, triton, pydantic, PyYAML, safetensors, Pillow and pytest; fa3-fwd for the fast
 # attention. Nothing is installed here. Each part writes its result at once, so that a failure costs
 # no other part; summary.txt says how each of them ended, last run last.
@@ -61,6 +62,12 @@ for wanted in "$@"; do
     tests_decoder) tests gpu_decoder 60 ;;
     tests_step) tests gpu_step 85 ;;
     tests_kernels) tests gpu_kernels 80 ;;
+    tests_fused) tests gpu_gemm_all_reduce 90 ;;
+    fused)
+      part gemm_all_reduce_1xh200 120 "$python" -m characters_serve.cli bench kernels \
+        --op gemm_all_reduce --config configs/characters-57b.yaml --ranks 1 --seconds 1.5 \
+        --sweep-seconds 60 --out "$out/gemm_all_reduce_1xh200.json"
+      ;;
     beside) decoders decode_beside_h200 75 --seconds 3 --shard-of 4 ;;
     *) echo "no part $wanted" | tee -a "$out/summary.txt" ;;
   esac

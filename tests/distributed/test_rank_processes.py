@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
+from characters_kernels.gemm_all_reduce import Exchange, Plan, region_bytes
 from characters_serve.channels import BlockingChannel, endpoint
 from characters_serve.config import (
     AgentConfig,
@@ -21,9 +24,9 @@ from characters_serve.config import (
     SessionConfig,
 )
 from characters_serve.engine.rank import Rank
-from characters_serve.engine.ranks import Order
+from characters_serve.engine.ranks import Order, PeerLost, Ranks
 from characters_serve.engine.steady_sum import SteadySum
-from characters_serve.engine.step_input import PackedStep
+from characters_serve.engine.step_input import PackedStep, window_samples
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
@@ -37,6 +40,7 @@ from characters_serve.messages import (
     ShutdownAck,
     StartCharacter,
     StepCounts,
+    StepInput,
 )
 from characters_serve.processes import ControlLink
 from tests.unit.session_rig import Browser, HostParent, until
@@ -121,6 +125,51 @@ class Recorder:
 
     def reset(self) -> None:
         self.asked.append("reset")
+
+
+def test_no_latent_is_sent_of_sums_that_missed_a_rank(tmp_path: Path) -> None:
+    """The last word of the shared memory is how a kernel says that it has waited in vain."""
+    plan = Plan(16, 16, 16, 16, 1, 1, 0, 4, 2)
+    region = torch.zeros(region_bytes(16, 16, plan), dtype=torch.uint8)
+    sums = SteadySum(16, Exchange(region, [region.data_ptr()], 0, 16, 16, plan, 30.0), no_product)
+    sent: list[int] = []
+
+    class Denoiser(Recorder):
+        def step(self, window: object, controls: object, passes: int) -> None:
+            super().step(window, controls, passes)
+            region[-8] = self.saturated - 1  # in vain in the second step
+
+    step = StepInput(
+        "one",
+        0,
+        0,
+        bytes(2 * window_samples(SMALL)),
+        b"",
+        bytes(4 * SMALL.frames_per_chunk * SMALL.num_controls),
+        0,
+        0.0,
+        False,
+        passes=4,
+    )
+    image = bytes(3 * SMALL.width * SMALL.height)
+    messages = [
+        StartCharacter("one", image, seed=5),
+        *[replace(step, chunk_index=n) for n in (0, 1)],
+    ]
+    parent = BlockingChannel(endpoint(tmp_path, "control-rank0"), "pair", bind=True)
+    link = ControlLink(tmp_path, "rank0")
+    alone = Ranks(EngineConfig(), tmp_path, 0, torch.device("cpu"))
+    packed = PackedStep(SMALL, torch.device("cpu"))
+    sink = SimpleNamespace(
+        start=lambda _image: None, send=lambda step, *_latent: sent.append(step.chunk_index)
+    )
+    inbox = SimpleNamespace(messages=lambda _wait_s: iter(messages))
+    rank = Rank(SMALL, link, alone, cast(Any, Denoiser()), packed, sums)
+    with pytest.raises(PeerLost, match="waited for another's tiles for 30 s"):
+        rank.lead(cast(Any, inbox), cast(Any, sink))
+    assert sent == [0]
+    parent.close()
+    link.channel.close()
 
 
 def test_a_rank_keeps_messages_until_their_order_and_answers_pings_before(tmp_path: Path) -> None:

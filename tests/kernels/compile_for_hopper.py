@@ -117,7 +117,7 @@ def main() -> None:
         num_stages=3,
     )
     plan = gemm_all_reduce.steady_plan(132)
-    for in_switch in (False, True):
+    for in_switch, gated in ((False, False), (False, True), (True, False)):
         compiled(
             gemm_all_reduce._gemm_all_reduce_kernel,
             {
@@ -126,6 +126,8 @@ def main() -> None:
                 "counts": "*i64",
                 "regions": ("i64",) * 4,
                 "multicast": "i64",
+                "timeout_ns": "i64",
+                "gate": BF16,
             }
             | dict.fromkeys(("x_scale", "weight_scale"), F32)
             | dict.fromkeys(("rows", "columns", "depth", "rank"), I32),
@@ -138,9 +140,10 @@ def main() -> None:
                 "COMPUTING": plan.computing,
                 "PROGRAMS": plan.programs,
                 "ADDING_FROM": plan.adding_from,
+                "GATED": gated,
                 "IN_SWITCH": in_switch,
             },
-            label=".in_switch" if in_switch else "",
+            label=".in_switch" * in_switch + ".gated" * gated,
             num_warps=plan.warps,
             num_stages=plan.stages,
         )

@@ -13,7 +13,7 @@ from characters_kernels.triton_jit import INSTALLED
 
 # Of one thread block on sm_90.
 SHARED_MEMORY_LIMIT = 227 * 1024
-KERNELS = 12
+KERNELS = 13
 
 
 @pytest.mark.skipif(not INSTALLED, reason="needs Triton")

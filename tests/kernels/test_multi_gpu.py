@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from characters_kernels.gemm_all_reduce import RankLost, gemm_all_reduce_reference, steady_plan
 from characters_kernels.gemm_all_reduce import gemm_all_reduce as fused
-from characters_kernels.gemm_all_reduce import gemm_all_reduce_reference, steady_plan
 from characters_serve.bench import gemm_all_reduce, tensor_parallel
 from characters_serve.config import Config, EngineConfig, Optimizations, load_config
 
@@ -75,7 +76,7 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
     """An odd number of calls, each read before the next: no compiler may move or copy them."""
     member = gemm_all_reduce.Member(EngineConfig(device="cuda", tensor_parallel=size), folder, rank)
     exchange = member.exchange(768, 9216, steady_plan(132))
-    addresses, plan = list(exchange.addresses), list(exchange.plan)
+    _, _, *constants = exchange.arguments
     of_all = [
         [gemm_all_reduce.integers(member.device, 768, 9216, 1024, 10 * call + other)
          for other in range(size)]
@@ -85,7 +86,7 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
     def chain(out: Tensor, counts: Tensor) -> list[Tensor]:
         doubled = []
         for inputs in of_all:
-            fused(*inputs[rank], out, counts, addresses, 0, rank, plan)
+            fused(*inputs[rank], None, out, counts, *constants)
             doubled.append(2 * out)
         return doubled
 
@@ -98,6 +99,27 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
 
 def test_fused_sums_are_right_under_the_compiler(tmp_path: Path) -> None:
     spawn(check_compiled, 2, tmp_path)
+
+
+def check_left_alone(rank: int, size: int, folder: Path) -> None:
+    """The last rank dies after its first call; the others, which make three, hear of it."""
+    engine = EngineConfig(device="cuda", tensor_parallel=size, rank_timeout_s=5)
+    member = gemm_all_reduce.Member(engine, folder, rank)
+    exchange = member.exchange(768, 9216, steady_plan(132))
+    inputs = gemm_all_reduce.integers(member.device, 768, 9216, 1024, rank)
+    exchange(*inputs)
+    exchange.check()
+    member.agreed(0.0)
+    if rank < size - 1:
+        exchange(*inputs)
+        exchange(*inputs)
+        with pytest.raises(RankLost):
+            exchange.check()
+    os._exit(0)  # a communicator does not part from ranks that are gone
+
+
+def test_a_rank_that_dies_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    spawn(check_left_alone, 2, tmp_path)
 
 
 def run_session(rank: int, size: int, folder: Path, config_json: str, lengths: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,4 +69,21 @@ def test_sums_in_the_switch_are_refused_where_multicast_is_forbidden(
     monkeypatch.setenv(name, value)
     ranks = Ranks(EngineConfig(tensor_parallel=2), tmp_path, 0, CPU)
     with pytest.raises(RuntimeError, match=f"forbidden: {name}={value}"):
+        ranks.share(16, multicast=True)
+
+
+def test_sums_in_the_switch_are_refused_where_the_links_have_no_multicast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"):
+        monkeypatch.delenv(name, raising=False)
+    mapped = SimpleNamespace(buffer_ptrs=[0, 0], multicast_ptr=0)
+    symmetric_memory = "torch.distributed._symmetric_memory"
+    monkeypatch.setattr(f"{symmetric_memory}.empty", lambda size, **_: torch.zeros(size))
+    monkeypatch.setattr(f"{symmetric_memory}.rendezvous", lambda *_: mapped)
+    monkeypatch.setattr("characters_serve.engine.ranks._all_ranks", lambda: None)
+    monkeypatch.setattr("characters_serve.engine.ranks.dist.all_reduce", lambda _: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
+    ranks = Ranks(EngineConfig(tensor_parallel=2), tmp_path, 0, CPU)
+    with pytest.raises(RuntimeError, match="needs multicast, which these GPUs do not have"):
         ranks.share(16, multicast=True)
