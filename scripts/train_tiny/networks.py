@@ -1,6 +1,6 @@
 """Networks and the optimiser that only training needs: they are not served.
 
-Letters: N frames or chunks, F frames of a chunk, C latent channels.
+Letters: N clips, frames or crops, T frames and K chunks of a clip, C latent channels.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ MOUTH_CROP = (48, 64)
 
 
 class ChunkEncoder(nn.Module):
-    """Four frames and the reference -> one latent (N, tokens, C) of zero mean, unit deviation.
+    """Chunks of frames and the reference -> latents of unit mean square that are zero at rest.
 
-    It sees the reference, so the latent need only say how the frames differ from it.
+    It sees the reference, and what it makes of frames that are the reference is taken away, so a
+    latent says how frames differ from it and nothing else. Normalised by its mean and deviation
+    instead, a latent's variance was 95 % one constant for each place, 3.4 % who it was and 1.5 %
+    motion (eight held-out clips): about as much as the noise that training adds.
     """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
-        channels = 3 * (model.frames_per_chunk + 3)
+        self._frames = model.frames_per_chunk
+        channels = 3 * (self._frames + 3)
         self.layers = nn.Sequential(
             nn.PixelUnshuffle(4),
             nn.Conv2d(channels * 16, 96, 3, padding=1),
@@ -41,17 +45,38 @@ class ChunkEncoder(nn.Module):
             nn.SiLU(),
             nn.Conv2d(320, model.token_channels, 1),
         )
-        self.norm = nn.BatchNorm1d(model.token_channels, affine=False, momentum=0.02)
+        self.scale = UnitScale(model.token_channels)
 
     def forward(self, frames: Tensor, reference: Tensor) -> Tensor:
-        """frames: (N, F, 3, H, W); reference: (N, 3, H, W), both in [0, 1]."""
-        mean = frames.mean(1)
-        changes = ((frames - mean[:, None]) * 4).flatten(1, 2)
-        x = torch.cat([mean * 2 - 1, changes, (reference - mean) * 2], dim=1)
-        x = torch.cat([x, reference * 2 - 1], dim=1)
-        latent = self.layers(x.contiguous(memory_format=torch.channels_last)).float()
-        normed: Tensor = self.norm(latent.flatten(2))
-        return normed.transpose(1, 2)
+        """frames (N, T, 3, H, W), reference (N, 3, H, W), both in [0, 1] -> (N, K, tokens, C)."""
+        rest = reference[:, None].expand(-1, self._frames, -1, -1, -1)
+        chunks = torch.unflatten(torch.cat([frames, rest], dim=1), 1, (-1, self._frames))
+        mean = chunks.mean(2)
+        changes = ((chunks - mean[:, :, None]) * 4).flatten(2, 3)
+        still = reference[:, None].expand_as(mean)
+        x = torch.cat([mean * 2 - 1, changes, (still - mean) * 2, still * 2 - 1], dim=2)
+        code = self.layers(x.flatten(0, 1).contiguous(memory_format=torch.channels_last)).float()
+        code = torch.unflatten(code.flatten(2).transpose(1, 2), 0, chunks.shape[:2])
+        latent: Tensor = self.scale(code[:, :-1] - code[:, -1:])
+        return latent
+
+
+class UnitScale(nn.Module):
+    """Divides channels (..., C) by their root mean squares: the batch's, later a running one."""
+
+    mean_square: Tensor
+    _MOMENTUM = 0.02
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("mean_square", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_square = self.mean_square
+        if self.training:
+            mean_square = x.square().mean(tuple(range(x.ndim - 1)))
+            self.mean_square.lerp_(mean_square.detach(), self._MOMENTUM)
+        return x * torch.rsqrt(mean_square + 1e-8)
 
 
 class MouthReader(nn.Module):

@@ -67,11 +67,8 @@ class Autoencoder(nn.Module):
 
     def encode(self, frames: Tensor, reference: Tensor) -> Tensor:
         """(N, T, 3, H, W) -> (N, K, tokens, C)."""
-        chunks = torch.unflatten(frames, 1, (-1, self.model.frames_per_chunk))
-        count, length = chunks.shape[:2]
-        references = reference.repeat_interleave(length, dim=0)
-        latent: Tensor = self.encoder(chunks.flatten(0, 1), references)
-        return torch.unflatten(latent, 0, (count, length))
+        latent: Tensor = self.encoder(frames, reference)
+        return latent
 
     def decode(self, latent: Tensor, reference: Tensor, previous: Tensor | None = None) -> Tensor:
         """All chunks of a clip at once, each beside the one before: (N, K, tokens, C) -> frames.
@@ -239,11 +236,11 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def save_autoencoder(network: Autoencoder, reader: MouthReader, run: Path) -> None:
-    """In fp16, but for the latent's statistics, which overflow it."""
+    """In fp16, but for the latent's scale, which overflows it."""
 
     def halved(part: nn.Module) -> dict[str, Tensor]:
         return {
-            key: value.half() if value.is_floating_point() and "running" not in key else value
+            key: value.half() if value.is_floating_point() and "mean_square" not in key else value
             for key, value in part.state_dict().items()
         }
 

@@ -1,12 +1,14 @@
-"""The training pass over whole clips computes what the served, cached steps compute."""
+"""Training computes whole clips as the served, cached steps do, and latents of motion alone."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import make_cache
+from scripts.train_tiny.networks import ChunkEncoder
 from scripts.train_tiny.train_dit import TrainingPass
 
 CHUNKS = 8
@@ -40,3 +42,26 @@ def test_training_pass_equals_cached_steps() -> None:
             stepped = dit(stream[:, chunk], dit.modulate(torch.tensor(level)), condition, cache, 0)
             part = whole[2:] if stream is denoised else whole[:2]
             torch.testing.assert_close(part[:, chunk], stepped, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_latent_says_nothing_of_who_sits_still_and_moving_ones_have_unit_mean_square() -> None:
+    model = ModelConfig(width=64, height=64)
+    torch.manual_seed(0)
+    encoder = ChunkEncoder(model)
+    for layer in encoder.layers:
+        if isinstance(layer, torch.nn.Conv2d) and layer.bias is not None:
+            torch.nn.init.normal_(layer.bias)
+    people = torch.rand(3, 3, 64, 64)
+    length = 2 * model.frames_per_chunk
+    still = people[:, None].expand(-1, length, -1, -1, -1)
+    assert not encoder(still, people).any()
+    moving = still.clone()
+    moving[:, :, :, 16:48, 16:48] += 0.2 * torch.rand(3, length, 1, 32, 32)
+    latent = encoder(moving, people)
+    tokens = model.grid_rows * model.grid_columns
+    assert latent.shape == (3, 2, tokens, model.token_channels)
+    assert float(latent.square().mean()) == pytest.approx(1.0, abs=1e-3)
+    for _ in range(300):  # its running scale settles
+        encoder.scale(latent * 3)
+    assert float(encoder.eval().scale(latent * 3).square().mean()) == pytest.approx(1.0, abs=0.02)
