@@ -72,11 +72,16 @@ async def test_the_page_offers_characters_and_breaks_no_rule_of_its_own(
         assert tab.complaints == []
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["laptop", "phone"])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(1280, 800), (390, 844), (844, 390)],
+    ids=["laptop", "phone", "phone on its side"],
+)
 async def test_the_stage_has_the_shape_of_the_models_picture(
     character: Server, width: int, height: int
 ) -> None:
-    """Whatever it is, the picture is whole, and the button below it on the first screen."""
+    """Whatever it is, the picture is whole, and the button below it on the first screen; in a
+    conversation so is all that one needs there."""
 
     async with browser() as launched:
         size = ViewportSize(width=width, height=height)
@@ -98,8 +103,19 @@ async def test_the_stage_has_the_shape_of_the_models_picture(
             assert picture["width"] / picture["height"] == pytest.approx(
                 video[0] / video[1], rel=0.01
             )
-            assert picture["width"] > 150 and talk["y"] + talk["height"] < height
+            assert min(picture["width"], picture["height"]) > 120
+            assert talk["y"] + talk["height"] < height
             assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
+        await tab.page.unroute_all()
+        await tab.open()
+        await tab.talk()
+        for part in ("stage", "stop", "interrupt", "captions", "say-text", "say-send"):
+            box = await tab.page.get_by_test_id(part).bounding_box()
+            assert box is not None and box["width"] > 40 and box["height"] > 40
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width, part
+            assert box["y"] >= 0 and box["y"] + box["height"] <= height, part
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
         assert tab.complaints == []
 
 
