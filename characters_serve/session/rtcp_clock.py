@@ -244,7 +244,7 @@ class MediaSender(aiortc.RTCRtpSender):
                 copy.sent.arrived = True
         for copy in missing:
             if not copy.sent.arrived and copy.sent.repeated_s <= copy.sent_s:
-                await self._retransmit(copy.sent)
+                await self._resend(copy.sent)
 
     def want_keyframe(self) -> None:
         self._keyframe_wanted = True
@@ -305,7 +305,7 @@ class MediaSender(aiortc.RTCRtpSender):
             case RtcpRtpfbPacket(fmt=fmt) if fmt == RTCP_RTPFB_NACK:
                 for sequence_number in packet.lost:
                     if (sent := self._find(sequence_number)) is not None:
-                        await self._retransmit(sent)
+                        await self._resend(sent)
                     elif now_s - self._keyframe_s > KEYFRAME_INTERVAL_S:
                         self.want_keyframe()  # a blackout was longer than the history
             case RtcpPsfbPacket(fmt=fmt) if fmt in (RTCP_PSFB_FIR, RTCP_PSFB_PLI):
@@ -318,7 +318,7 @@ class MediaSender(aiortc.RTCRtpSender):
                 if self._ssrc in ssrcs and self.kind == "video":
                     self.rate.remb(bits_per_s)
 
-    async def _retransmit(self, sent: _Sent) -> None:
+    async def _resend(self, sent: _Sent) -> None:
         now_s, size = time.monotonic(), len(sent.packet.payload)
         if self.kind == "video":
             if sent.sent_s < self._keyframe_s:

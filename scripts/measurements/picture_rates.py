@@ -64,6 +64,7 @@ def speaking(seed: int = 0) -> Iterator[Pictures]:
 def one_rate(pictures: Pictures, codec: str, kbps: int, fps: int) -> tuple[float, float]:
     """Mean PSNR in dB over all three planes, and the kbit/s that the pictures took."""
     encoder, decoder = VideoEncoder(codec, fps), av.CodecContext.create(codec, "r")
+    assert isinstance(decoder, av.VideoCodecContext)
     size, quality = 0, []
     for number, picture in enumerate(pictures):
         frame = av.VideoFrame.from_ndarray(picture, format="yuv420p")

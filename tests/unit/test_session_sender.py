@@ -214,7 +214,7 @@ class LossyLink:
         self._asked_s: dict[int, float] = {}
         self._copies: list[bool] = []
         self._told = self._pictures = self._count = 0
-        self._events: list[tuple[float, int, Callable[[], Awaitable[None]]]] = []
+        self._events: list[tuple[float, int, Callable[[], Awaitable[object]]]] = []
         for act in (self._picture, self._ask_again, self._tell):
             self._in(0.0, act)
 
@@ -232,7 +232,7 @@ class LossyLink:
         waits_s = np.diff(shown_s[1:])
         return float(waits_s[waits_s > 1 / FPS + 0.15].sum() / seconds)
 
-    def _in(self, wait_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    def _in(self, wait_s: float, act: Callable[[], Awaitable[object]]) -> None:
         self._count += 1
         heapq.heappush(self._events, (self._clock.now_s + wait_s, self._count, act))
 
