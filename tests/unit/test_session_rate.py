@@ -245,7 +245,7 @@ def test_jitter_is_no_queue() -> None:
     assert min(made.rates) == 1200 and made.rates[-1] > 2000
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     dark_s=st.sampled_from([3, 10, 40]),
     at_s=st.floats(5, 30),
