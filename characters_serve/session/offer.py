@@ -23,8 +23,8 @@ class OfferRefused(ValueError):
 def check_offer(sdp: str) -> str:
     if len(sdp) > MAX_OFFER_BYTES or len(sdp.encode("utf-8", "replace")) > MAX_OFFER_BYTES:
         raise OfferRefused(f"the offer is larger than {MAX_OFFER_BYTES} bytes")
-    lines = [line.rstrip("\r") for line in sdp.split("\n")]
-    lines = [line for line in lines if line]
+    # As aiortc reads it: a line that hides behind a form feed is a line there.
+    lines = [line for line in sdp.splitlines() if line]
     if not lines or lines[0] != "v=0":
         raise OfferRefused("the offer is not SDP: it must begin with v=0")
     if any(len(line) > MAX_LINE_CHARACTERS or "\0" in line for line in lines):

@@ -1,5 +1,5 @@
-"""In: a picture's packets; packets that are asked for again. Out: when each leaves, and which of
-those are worth repeating.
+"""In: a picture's packets; packets that are missed. Out: when each leaves, which of those are worth
+repeating, and what goes twice.
 
 Pure policy. Knows nothing of the rate's reasons.
 """
@@ -17,6 +17,19 @@ RESEND_SHARE: Final = 0.3
 RESEND_BURST_BYTES: Final = 24_000
 RESEND_AGE_S: Final = 1.0
 RESEND_PAUSE_S: Final = 0.02
+
+TWICE_LOSS: Final = 0.01
+VOICE_COPY_PACKETS: Final = 2  # 40 ms later: beyond most bursts, within the buffer of client.js
+
+
+def goes_twice(loss: float) -> bool:
+    """Whether repeats of pictures, and the voice, are sent twice, given the share that is lost.
+
+    Of voice nothing is asked for again: its second packet stands in where the first was lost, and
+    SRTP drops it elsewhere. Pictures asked for and repeated once, at 10 % loss of both directions,
+    stood still for 7 % of the time (of a simulated browser, which asks again every 0.1 s).
+    """
+    return loss > TWICE_LOSS
 
 
 def departures_s(sizes: Sequence[int], kbps: int, fps: int) -> list[float]:

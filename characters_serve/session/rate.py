@@ -25,6 +25,7 @@ WINDOW_S: Final = 0.25
 WINDOW_PACKETS: Final = 5
 REPORT_WINDOW_S: Final = 1.0
 SILENCE_S: Final = 1.0  # without any news, what is missing was a blackout's
+REPORT_SILENCE_S: Final = 2.5
 QUEUE_HIGH_S: Final = 0.04
 NOISE_LIMIT_S: Final = 0.02
 FALLING: Final = 0.9  # a queue that a keyframe left behind drains by more in a window
@@ -164,12 +165,13 @@ class RateControl:
         self._number = 0
         self._packets: dict[int, _Packet] = {}
         self._per_packet = False
-        self._heard_s: float | None = None
+        self._heard_s = float("-inf")
         self._window = _Window(float("-inf"))
         self._latest_s: deque[float] = deque(maxlen=WINDOW_PACKETS)  # their delays in the queue
         self._base: list[tuple[float, float]] = []  # beginning of a period, its shortest delay
         self._sent_kbps = 0.0
         self._sent_at_s: float | None = None
+        self._highest = 0
         self._reported: tuple[float, int, int, int] | None = None
         self._sent_size = 0
 
@@ -207,13 +209,18 @@ class RateControl:
 
     # ------------------------------------------------------------ what is heard of it
 
+    @property
+    def loss(self) -> float:
+        """The share of packets that does not arrive, over the last seconds."""
+        return self._loss
+
     def remb(self, bits_per_s: int) -> None:
         self._remb_kbps = bits_per_s / 1000
 
     def arrived(self, now_s: float, first: int, arrivals_s: Sequence[float | None]) -> None:
         """Packets from number `first` on: when each arrived, by the receiver's clock, or None."""
         self._per_packet = True
-        if self._heard_s is None:
+        if self._changed_s is None:
             self._changed_s = now_s
         elif now_s - self._heard_s > SILENCE_S:
             self._begin_window(now_s)
@@ -261,7 +268,13 @@ class RateControl:
         if rtt_s is not None:
             self._window.queue_s = min(self._window.queue_s, self._queue(now_s - rtt_s, now_s))
         if self._changed_s is None:
-            self._changed_s = now_s
+            self._changed_s = self._heard_s = now_s
+        if highest != self._highest:
+            silence_s = now_s - self._heard_s
+            self._highest, self._heard_s = highest, now_s
+            if silence_s > REPORT_SILENCE_S:
+                self._reported = None  # this one may still be of before the blackout
+                return
         if self._reported is None or now_s - (self.rtt_s or 0.0) < self._window.since_s:
             self._restart_report(now_s, lost, highest)
             return

@@ -7,6 +7,7 @@ The one place that reaches into aiortc, for the asserted version only:
   spread out; keyframe requests are answered once a second at most;
 - video packets are numbered for transport-wide feedback, and the client is asked for it;
 - 1024 packets are kept for retransmission instead of 128 (0.4 s at 3 Mbit/s), which is rationed;
+  what feedback misses is repeated unasked, and where packets are lost repeats and voice go twice;
 - the first report leaves with the first packet: a browser aligns picture and voice by the second,
   and its round trip is that of a link that is still empty;
 - the microphone's jitter buffer holds 20 ms instead of 80 (and 280 after the first loss);
@@ -60,8 +61,8 @@ from aiortc.utils import random32, uint16_add, uint32_add
 from characters_serve.session import arrivals
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.pacing import Resending, departures_s
-from characters_serve.session.rate import RateControl
+from characters_serve.session.pacing import VOICE_COPY_PACKETS, Resending, departures_s, goes_twice
+from characters_serve.session.rate import NUMBERS, RateControl
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,16 @@ class _Sent:
     packet: RtpPacket
     sent_s: float
     repeated_s: float = float("-inf")
+    arrived: bool = False
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One time that a packet was sent; number: that of the transport-wide feedback."""
+
+    number: int
+    sent: _Sent
+    sent_s: float
 
 
 class MediaSender(aiortc.RTCRtpSender):
@@ -94,6 +105,7 @@ class MediaSender(aiortc.RTCRtpSender):
     fps: int
     executor: ThreadPoolExecutor
     _history: dict[int, _Sent]
+    _copies: dict[int, _Copy]
     _resending: Resending
     _last_pts: int | None
     _reports_s: OrderedDict[int, float]
@@ -155,6 +167,10 @@ class MediaSender(aiortc.RTCRtpSender):
             frame = await self.private("track").recv()
             # 0.3 ms: a thread would cost as much.
             await self._send_payloads(codec, encoder.encode(frame), frame.pts)
+            if goes_twice(self.rate.loss):
+                earlier = uint16_add(self._sequence_number, -1 - VOICE_COPY_PACKETS)
+                if (sent := self._find(earlier)) is not None:
+                    await self._repeat(sent)
 
     async def _send_payloads(self, codec: Any, payloads: list[bytes], pts: int) -> None:
         timestamp = uint32_add(self._timestamp_origin, pts & 0xFFFFFFFF)
@@ -178,30 +194,57 @@ class MediaSender(aiortc.RTCRtpSender):
             packet.extensions.mid = self.private("mid")
             sent = _Sent(packet, time.monotonic())
             self._history[packet.sequence_number % HISTORY_PACKETS] = sent
-            await self._send_packet(packet)
+            await self._send_packet(packet, sent)
             self._sequence_number = uint16_add(self._sequence_number, 1)
             self.set_private("packet_count", self.private("packet_count") + 1)
             self.set_private("octet_count", self.private("octet_count") + len(payload))
         if payloads:
             self._last_pts = pts
 
-    async def _send_packet(self, packet: RtpPacket) -> None:
+    def _find(self, sequence_number: int) -> _Sent | None:
+        sent = self._history.get(sequence_number % HISTORY_PACKETS)
+        known = sent is not None and sent.packet.sequence_number == sequence_number
+        return sent if known else None
+
+    async def _send_packet(self, packet: RtpPacket, sent: _Sent) -> None:
+        """The first packet, or one that repeats it."""
         if self.kind == "video":
-            number = self.rate.sent(time.monotonic(), len(packet.payload))
+            now_s = time.monotonic()
+            number = self.rate.sent(now_s, len(packet.payload))
             packet.extensions.transport_sequence_number = number
+            self._copies[number % HISTORY_PACKETS] = _Copy(number, sent, now_s)
+        await self._transmit(packet)
+
+    async def _transmit(self, packet: RtpPacket) -> None:
         await self.transport._send_rtp(packet.serialize(self.private("rtp_header_extensions_map")))
 
     async def _probe(self) -> None:
         """Repeats the last packets, as many as the rate control asks for."""
+        if self.private("rtx_payload_type") is None:
+            return  # they would arrive nowhere
         newest = uint16_add(self._sequence_number, -1)
         for back in range(LONGEST_PROBE_PACKETS):
-            sent = self._history.get(uint16_add(newest, -back) % HISTORY_PACKETS)
+            sent = self._find(uint16_add(newest, -back))
             if sent is None or not self.rate.probes(time.monotonic(), len(sent.packet.payload)):
                 return
-            await self._repeat(sent.packet)
+            await self._repeat(sent)
 
-    def arrived(self, news: arrivals.Arrivals) -> None:
+    async def arrived(self, news: arrivals.Arrivals) -> None:
+        """Repeats what is missing: a client asks again after 0.1 s only, and that is lost, too."""
         self.rate.arrived(time.monotonic(), news.first, news.times_s)
+        missing = []
+        for offset, arrived_s in enumerate(news.times_s):
+            number = (news.first + offset) % NUMBERS
+            copy = self._copies.get(number % HISTORY_PACKETS)
+            if copy is None or copy.number != number:
+                continue
+            if arrived_s is None:
+                missing.append(copy)
+            else:
+                copy.sent.arrived = True
+        for copy in missing:
+            if not copy.sent.arrived and copy.sent.repeated_s <= copy.sent_s:
+                await self._resend(copy.sent)
 
     def want_keyframe(self) -> None:
         self._keyframe_wanted = True
@@ -261,7 +304,10 @@ class MediaSender(aiortc.RTCRtpSender):
                                 self.want_keyframe()  # the first may have come too early for it
             case RtcpRtpfbPacket(fmt=fmt) if fmt == RTCP_RTPFB_NACK:
                 for sequence_number in packet.lost:
-                    await self._retransmit(sequence_number)
+                    if (sent := self._find(sequence_number)) is not None:
+                        await self._resend(sent)
+                    elif now_s - self._keyframe_s > KEYFRAME_INTERVAL_S:
+                        self.want_keyframe()  # a blackout was longer than the history
             case RtcpPsfbPacket(fmt=fmt) if fmt in (RTCP_PSFB_FIR, RTCP_PSFB_PLI):
                 self.want_keyframe()
             case RtcpPsfbPacket(fmt=fmt) if fmt == RTCP_PSFB_APP:
@@ -272,37 +318,38 @@ class MediaSender(aiortc.RTCRtpSender):
                 if self._ssrc in ssrcs and self.kind == "video":
                     self.rate.remb(bits_per_s)
 
-    async def _retransmit(self, sequence_number: int) -> None:
-        sent = self._history.get(sequence_number % HISTORY_PACKETS)
-        now_s = time.monotonic()
-        if sent is None or sent.packet.sequence_number != sequence_number:
-            return
-        packet = sent.packet
+    async def _resend(self, sent: _Sent) -> None:
+        now_s, size = time.monotonic(), len(sent.packet.payload)
         if self.kind == "video":
             if sent.sent_s < self._keyframe_s:
                 return  # the keyframe does without it
             if self._resending.is_underway(now_s, sent.repeated_s, self.rate.rtt_s):
                 return
             if self._resending.is_late(now_s, sent.sent_s) or not self._resending.allows(
-                now_s, len(packet.payload), self.rate.kbps
+                now_s, size, self.rate.kbps
             ):
                 self.want_keyframe()
                 return
         sent.repeated_s = now_s
-        await self._repeat(packet)
+        await self._repeat(sent)
+        if goes_twice(self.rate.loss) and self._resending.allows(now_s, size, self.rate.kbps):
+            await self._repeat(sent)
 
-    async def _repeat(self, packet: RtpPacket) -> None:
+    async def _repeat(self, sent: _Sent) -> None:
         payload_type = self.private("rtx_payload_type")
-        if payload_type is not None:
-            rtx_sequence_number = self.private("rtx_sequence_number")
-            packet = wrap_rtx(
-                packet,
-                payload_type=payload_type,
-                sequence_number=rtx_sequence_number,
-                ssrc=self._rtx_ssrc,
-            )
-            self.set_private("rtx_sequence_number", uint16_add(rtx_sequence_number, 1))
-        await self._send_packet(packet)
+        if payload_type is None:
+            # To the byte: SRTP encrypts what has the same sequence number with the same nonce.
+            await self._transmit(sent.packet)
+            return
+        rtx_sequence_number = self.private("rtx_sequence_number")
+        repeat = wrap_rtx(
+            sent.packet,
+            payload_type=payload_type,
+            sequence_number=rtx_sequence_number,
+            ssrc=self._rtx_ssrc,
+        )
+        self.set_private("rtx_sequence_number", uint16_add(rtx_sequence_number, 1))
+        await self._send_packet(repeat, sent)
 
 
 def adopt_sender(
@@ -322,6 +369,7 @@ def adopt_sender(
     sender.fps = media_clock.fps
     sender.executor = executor
     sender._history = {}
+    sender._copies = {}
     sender._last_pts = None
     sender._resending = Resending()
     sender._reports_s = OrderedDict()
@@ -358,7 +406,7 @@ def hear_arrivals(video: aiortc.RTCRtpSender) -> None:
     async def handle_others(data: bytes) -> None:
         others, news = arrivals.split(data)
         for each in news:
-            video.arrived(each)
+            await video.arrived(each)
         if others:
             await handle(others)
 

@@ -12,7 +12,7 @@
  *   session.say("Hello!");
  *   await session.stop();
  *
- * A session object is used once; make a new one for the next conversation.
+ * A session object is used once; make a new one for the next conversation. Types: client.d.ts.
  *
  * Events (all are CustomEvents; the payload is `event.detail`):
  *   state         {state, reason, message, inMs, queuePosition}   see State below
@@ -31,7 +31,7 @@
  */
 
 const PING_PERIOD_MS = 1000;
-const PONG_TIMEOUT_MS = 5000;
+const PINGS_UNANSWERED = 5; // counted, not timed: a page that slept has heard nothing, but asked nothing
 const RECONNECT_DELAYS_MS = [0, 300, 1200, 2700, 4800];
 const RECONNECT_LIMIT_MS = 20_000;
 const CONNECT_TIMEOUT_MS = 15_000;
@@ -130,7 +130,7 @@ export class CharacterSession extends EventTarget {
   #stopListening = () => {};
   #leastRttMs = Infinity;
   #nextPing = 0;
-  #lastPongMs = 0;
+  #unanswered = 0;
   /** @type {Record<string, number|null>} */
   #metrics = { rtt_ms: null };
   #mediaMs = 0;
@@ -166,7 +166,9 @@ export class CharacterSession extends EventTarget {
    */
   static async describeServer({ baseUrl = "", serverKey } = {}) {
     const response = await request(`${baseUrl.replace(/\/+$/, "")}/v1/characters`, { token: serverKey });
-    return response.json();
+    const { characters, video } = await response.json();
+    for (const character of characters) character.image = new URL(character.image, response.url).href;
+    return { characters, video };
   }
 
   get state() {
@@ -204,7 +206,7 @@ export class CharacterSession extends EventTarget {
       throw new CharacterError("misuse", "A session object is used once; make a new one.");
     }
     this.#video = video;
-    addEventListener("pagehide", () => void this.stop("page-closed"), { signal: this.#life.signal });
+    addEventListener("pagehide", () => this.#leave(), { signal: this.#life.signal });
     try {
       // Before a session exists: nobody's GPUs wait while a person reads a permission prompt.
       if (mic) {
@@ -475,7 +477,7 @@ export class CharacterSession extends EventTarget {
     const { pc, events, probe } = { pc: this.#pc, events: this.#events, probe: this.#probe };
     if (!pc) return;
     this.#setState("live");
-    this.#lastPongMs = performance.now();
+    this.#unanswered = 0;
     const dead = () => ["failed", "closed"].includes(pc.connectionState) || events?.readyState === "closed";
     // A server that ends a session closes its side; waiting for pongs would cost five seconds.
     for (const [target, event] of /** @type {const} */ ([[pc, "connectionstatechange"], [events, "close"]])) {
@@ -483,7 +485,7 @@ export class CharacterSession extends EventTarget {
     }
     const beat = setInterval(() => {
       if (pc !== this.#pc) return clearInterval(beat);
-      if (performance.now() - this.#lastPongMs > PONG_TIMEOUT_MS) return this.#lost(pc);
+      if (this.#unanswered++ >= PINGS_UNANSWERED) return this.#lost(pc);
       if (probe?.readyState !== "open") return;
       probe.send(JSON.stringify({ t: "ping", id: this.#nextPing++, c: performance.now() }));
     }, PING_PERIOD_MS);
@@ -511,7 +513,7 @@ export class CharacterSession extends EventTarget {
       const pong = parseJson(data);
       if (pong?.t !== "pong" || pc !== this.#pc) return;
       const nowMs = performance.now();
-      this.#lastPongMs = nowMs;
+      this.#unanswered = 0;
       this.#mediaMs = pong.media_ms ?? this.#mediaMs;
       this.#metrics.rtt_ms = Math.round((nowMs - pong.c) * 10) / 10;
       this.#leastRttMs = Math.min(this.#leastRttMs, nowMs - pong.c);
@@ -733,12 +735,19 @@ export class CharacterSession extends EventTarget {
    * @param {{method?: string, body?: unknown, timeoutMs?: number, keepalive?: boolean, detached?: boolean}} [options]
    */
   #call(path, { detached = false, timeoutMs, ...options } = {}) {
-    const info = this.#info;
-    if (!info) throw new CharacterError("misuse", "There is no session yet.");
+    if (!this.#info) throw new CharacterError("misuse", "There is no session yet.");
     const signals = detached ? [] : [this.#life.signal];
     if (timeoutMs) signals.push(AbortSignal.timeout(timeoutMs));
-    const url = `${this.#baseUrl}/v1/sessions/${encodeURIComponent(info.id)}${path}`;
-    return request(url, { ...options, token: this.#token || info.client_secret.value, signal: anySignal(signals) });
+    return request(this.#url(path), { ...options, token: this.#secret, signal: anySignal(signals) });
+  }
+
+  /** @param {string} path */
+  #url(path) {
+    return `${this.#baseUrl}/v1/sessions/${encodeURIComponent(this.#info?.id ?? "")}${path}`;
+  }
+
+  get #secret() {
+    return this.#token || (this.#info?.client_secret.value ?? "");
   }
 
   /**
@@ -755,7 +764,13 @@ export class CharacterSession extends EventTarget {
     });
   }
 
-  /** Tells the server that the seat is free, also while the page goes away. */
+  /** A beacon, because a request with a header from another origin asks first, and that is too late. */
+  #leave() {
+    if (this.#info) navigator.sendBeacon(this.#url("/end"), this.#secret);
+    this.#finish({ reason: "page-closed", failed: false, tellServer: false });
+  }
+
+  /** Tells the server that the seat is free. */
   async #release() {
     if (!this.#info) return;
     await this.#call("", { method: "DELETE", keepalive: true, detached: true }).catch(() => {
@@ -845,7 +860,7 @@ export class CharacterSession extends EventTarget {
 
   /**
    * @param {State} state
-   * @param {{reason?: string, message?: string, inMs?: number}} [more]
+   * @param {{reason?: string, message?: string, inMs?: number, queuePosition?: number}} [more]
    */
   #setState(state, { reason = "", message = "", inMs = 0, queuePosition = 0 } = {}) {
     const final = state === "ended" || state === "failed";
@@ -946,7 +961,9 @@ async function request(url, { method = "GET", token, body, signal, keepalive = f
   try {
     response = await fetch(url, { method, headers, body: payload, signal, keepalive });
   } catch {
-    throw new CharacterError("network", "The server cannot be reached.");
+    const foreign = new URL(url, location.href).origin !== location.origin;
+    const or = foreign ? ", or this page's origin is not in its server.allowed_origins" : "";
+    throw new CharacterError("network", `The server cannot be reached${or}.`);
   }
   if (response.ok) return response;
   const problem = parseJson(await response.text().catch(() => "")) ?? {};

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Route, ViewportSize, expect
 
-from tests.e2e.rig import LIVE_S, Measure, Others, Server, browser, new_tab, running_server
+from tests.e2e.rig import LIVE_S, Measure, Others, Server, Tab, browser, new_tab, running_server
 from tests.e2e.speech import microphone_wav, question_pcm
 
 PRESET, NAME = "mira", "Mira"
@@ -20,6 +20,7 @@ QUESTION = "What is your name?"
 QUESTION_AT_S = 16.0
 # At scale 1 the mouth with lips stays within these of its centre (scripts.train_tiny.renderer).
 MOUTH_SIDE_PX, MOUTH_HEIGHT_PX = 34, 24
+SCREENS = ((1280, 800), (390, 844), (844, 390))  # the last: a phone on its side
 STILL_BOX = [4, 4, 60, 60]  # a corner: background in every preset
 
 
@@ -67,9 +68,25 @@ async def test_the_page_offers_characters_and_breaks_no_rule_of_its_own(
         await expect(tab.page.get_by_test_id("interrupt")).to_be_visible()
         await tab.page.get_by_test_id("stats-toggle").click()
         await expect(tab.page.get_by_test_id("stats")).to_contain_text("384 × 256")
+        for width, height in SCREENS:
+            await tab.page.set_viewport_size(ViewportSize(width=width, height=height))
+            for part in ("stage", "stop", "interrupt", "captions", "say-text", "say-send"):
+                await assert_on_screen(tab, part)
         await tab.page.get_by_test_id("stop").click()
         await tab.reach("idle")
+        for width, height in SCREENS:
+            await tab.page.set_viewport_size(ViewportSize(width=width, height=height))
+            await assert_on_screen(tab, "talk")
         assert tab.complaints == []
+
+
+async def assert_on_screen(tab: Tab, part: str) -> None:
+    """All of it, without scrolling."""
+    box, size = await tab.page.get_by_test_id(part).bounding_box(), tab.page.viewport_size
+    assert box is not None and size is not None
+    assert box["width"] > 40 and box["height"] > 40, (part, box)
+    assert box["x"] >= 0 and box["x"] + box["width"] <= size["width"], (part, box, size)
+    assert box["y"] >= 0 and box["y"] + box["height"] <= size["height"], (part, box, size)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)], ids=["laptop", "phone"])

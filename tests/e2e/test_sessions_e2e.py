@@ -151,7 +151,7 @@ async def test_a_closed_tab_frees_the_seat(
         tab = await new_tab(launched, pattern)
         await tab.talk()
         if not says_goodbye:
-            await tab.page.evaluate("() => (window.fetch = () => Promise.reject(new Error()))")
+            await tab.page.evaluate("() => (navigator.sendBeacon = () => false)")
         await tab.page.close()
         measure("freed_after_s", await freed(pattern, HEARTBEAT_S + GRACE_S + 10))
         reason = (await tab.status())["reason"]
@@ -195,6 +195,78 @@ async def test_a_dropped_connection_comes_back_to_the_same_conversation(pattern:
         assert len(await tab.seen("peers")) == 2
         await tab.page.get_by_test_id("stop").click()
         await tab.reach("idle")
+    await freed(pattern, 5)
+
+
+async def test_a_page_that_slept_asks_before_it_gives_up(pattern: Server) -> None:
+    """Its timers stood still, as in a laptop that was closed, so nothing is known of the server."""
+    async with browser() as launched:
+        tab = await new_tab(launched, pattern)
+        await tab.page.clock.install()
+        await tab.talk()
+        await tab.page.clock.fast_forward(30_000)
+        await tab.passes(1)
+        await tab.reach("live")
+        assert len(await tab.seen("peers")) == 1
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
+    await freed(pattern, 5)
+
+
+REFUSALS = {
+    "NotAllowedError": "Allow it in the address bar",
+    "NotReadableError": "could not be opened",
+    "SecurityError": "only to https pages and localhost",
+}
+REFUSING = """
+  Object.assign(window, { reason: null, needsTap: false, given: null });
+  const [open, play] = [navigator.mediaDevices.getUserMedia, HTMLMediaElement.prototype.play];
+  navigator.mediaDevices.getUserMedia = async function (wanted) {
+    if (window.reason) throw new DOMException("refused", window.reason);
+    return (window.given = await open.call(this, wanted));
+  };
+  HTMLMediaElement.prototype.play = async function () {
+    if (window.needsTap && !this.muted) throw new DOMException("refused", "NotAllowedError");
+    return play.call(this);
+  };
+"""
+
+
+async def test_what_the_browser_refuses_is_told_and_the_conversation_goes_on(
+    pattern: Server,
+) -> None:
+    """The microphone, for each reason; the sound, until a tap. It may be unplugged later, too."""
+    async with browser() as launched:
+        tab = await new_tab(launched, pattern, before=REFUSING)
+        error, mute = tab.page.get_by_test_id("error"), tab.page.get_by_test_id("mute")
+        unmute, video = tab.page.get_by_test_id("unmute"), tab.page.get_by_test_id("video")
+        await tab.page.evaluate("[window.reason, window.needsTap] = ['NotFoundError', true]")
+        await tab.talk("talk")
+        await expect(error).to_contain_text("No microphone was found")
+        await expect(tab.page.get_by_test_id("say-text")).to_be_enabled()
+        await expect(unmute).to_be_visible()
+        await expect(video).to_have_js_property("muted", True)
+        await tab.page.evaluate("window.needsTap = false")
+        await unmute.click()
+        await expect(video).to_have_js_property("muted", False)
+        await expect(unmute).to_be_hidden()
+
+        for reason, words in REFUSALS.items():
+            await tab.page.evaluate("name => (window.reason = name)", reason)
+            await mute.click()
+            await expect(error).to_contain_text(words)
+        await tab.page.evaluate("window.reason = null")
+        await mute.click()
+        await expect(mute).to_have_text("Mute")
+        await expect(error).to_be_hidden()
+        await tab.page.evaluate("window.given.getTracks()[0].dispatchEvent(new Event('ended'))")
+        await expect(error).to_contain_text("disconnected")
+        await expect(mute).to_have_text("Use mic")
+        await error.get_by_role("button", name="Try again").click()
+        await expect(mute).to_have_text("Mute")
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
+        assert tab.complaints == []
     await freed(pattern, 5)
 
 

@@ -7,6 +7,9 @@ import random
 import time
 
 import pytest
+from aiortc.sdp import SessionDescription
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from characters_serve.config import DeliveryConfig
 from characters_serve.session import arrivals
@@ -46,6 +49,42 @@ async def test_candidates_are_dropped_and_all_else_kept(microphone: bool) -> Non
     assert "candidate" not in checked
     kept = [line for line in sdp.splitlines() if "candidate" not in line]
     assert checked.splitlines() == kept
+
+
+OFFER = asyncio.run(real_offer()).splitlines()
+BREAKS = ("\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028")
+STRANGERS = st.sampled_from([
+    "a=candidate:1 1 udp 2130706431 10.1.2.3 5000 typ host",
+    "a=end-of-candidates",
+    "m=audio 9 UDP/TLS/RTP/SAVPF 96",
+    "a=setup:active",
+    "a=fingerprint:md5 00",
+    "a=inactive",
+])  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(1, len(OFFER) - 1), st.sampled_from(BREAKS), STRANGERS | st.text()),
+        max_size=4,
+    )
+)
+def test_what_is_let_through_has_been_read_as_aiortc_reads_it(
+    edits: list[tuple[int, str, str]],
+) -> None:
+    """A candidate that hid behind another kind of line break would be probed."""
+    lines = list(OFFER)
+    for at, line_break, text in edits:
+        lines[at] += line_break + text
+    try:
+        checked = check_offer("\r\n".join(lines))
+    except OfferRefused:
+        return
+    assert check_offer(checked) == checked
+    media = SessionDescription.parse(checked).media
+    assert not any(each.ice_candidates or each.ice_candidates_complete for each in media)
+    assert sorted(each.kind for each in media) == ["application", "audio", "video"]
 
 
 async def test_what_is_wrong_is_said() -> None:

@@ -245,15 +245,43 @@ def test_jitter_is_no_queue() -> None:
     assert min(made.rates) == 1200 and made.rates[-1] > 2000
 
 
-def test_a_blackout_is_no_loss() -> None:
-    made = viewer(1200, kbps=2000)
-    made.run(15)
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    dark_s=st.sampled_from([3, 10, 40]),
+    at_s=st.floats(5, 30),
+    kbps=st.sampled_from([600.0, 2000.0, 1e6]),
+    loss=st.sampled_from([0.0, 0.05]),
+)
+def test_after_a_blackout_the_rate_is_what_it_was(
+    dark_s: int, at_s: float, kbps: float, loss: float
+) -> None:
+    made = viewer(500, kbps=kbps, loss=loss)
+    made.run(at_s)
     before = made.rates[-1]
     made.link.blackout = True
-    made.run(3)
+    made.run(dark_s)
     made.link.blackout = False
-    made.run(2)
-    assert made.rates[-1] == before
+    made.run(3)
+    assert min(made.rates[-round(3 * FPS) :]) >= before
+    assert made.queue_of_last(3) < 0.1
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(
+    dark_s=st.sampled_from([3, 10, 40]), at_s=st.floats(5, 30), loss=st.sampled_from([0.0, 0.05])
+)
+def test_a_blackout_is_no_loss_by_receiver_reports_either(
+    dark_s: int, at_s: float, loss: float
+) -> None:
+    made = viewer(1200, loss=loss)
+    made.per_packet = False
+    made.run(at_s)
+    before = made.rates[-1]
+    made.link.blackout = True
+    made.run(dark_s)
+    made.link.blackout = False
+    made.run(6)
+    assert min(made.rates[-round(6 * FPS) :]) >= before
 
 
 def test_a_longer_path_is_taken_for_a_queue_for_a_while_only() -> None:

@@ -34,7 +34,7 @@ ELEMENTS = _Elements(PAGE)
 
 
 def test_the_files_are_the_ones_expected() -> None:
-    assert FILES == ["client.js", "icon.svg", "index.html", "page.js", "style.css"]
+    assert FILES == ["client.d.ts", "client.js", "icon.svg", "index.html", "page.js", "style.css"]
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,3 +90,35 @@ def test_stable_test_ids() -> None:
     assert len(testids) == len(set(testids))
     assert set(testids) >= STABLE_TESTIDS
     assert "gallery-card-${character.id}" in SCRIPT
+
+
+def test_the_types_are_those_of_the_client() -> None:
+    """Its members, its errors' codes and its events; TypeScript itself is not here to ask."""
+    client, types = (WEB / "client.js").read_text(), (WEB / "client.d.ts").read_text()
+
+    def members(text: str, of_class: str) -> set[str]:
+        body = re.split(r"^}", text.split(f"class {of_class} ")[1], maxsplit=1, flags=re.M)[0]
+        words = r"^  (?:static |async |get |readonly )*([a-zA-Z]\w*)(?:<[^>]*>)?(?:\(| = |: |;)"
+        return set(re.findall(words, body, re.M)) - {"addEventListener"}
+
+    assert members(client, "CharacterSession") == members(types, "CharacterSession")
+    assert "start" in members(types, "CharacterSession")
+    assert set(
+        re.findall(r"^    this\.(\w+) = ", client.split("class CharacterSession")[0], re.M)
+    ) == {
+        "name",
+        *members(types, "CharacterError"),
+    }
+
+    def listed(text: str, before: str, after: str) -> set[str]:
+        return set(re.findall(r'"([\w-]+)"', text.split(before)[1].split(after)[0]))
+
+    codes = listed(types, "ErrorCode =", ";")
+    assert codes == listed(client, "for people:", "*/")
+    assert codes == set(re.findall(r'CharacterError\(\s*"([\w-]+)"', client)) | {"busy", "http"}
+    assert listed(types, "State =", ";") == listed(client, "@typedef {", "} State")
+    events = set(
+        re.findall(r"^  (\w+): ", types.split("interface Events {")[1].split("\n}")[0], re.M)
+    )
+    assert events == set(re.findall(r'#emit\("(\w+)"', client))
+    assert events == set(re.findall(r"^ \*   (\w+) {2,}\S", client.split("*/")[0], re.M))
