@@ -4,6 +4,8 @@ test_fleet_contract.py."""
 from __future__ import annotations
 
 import asyncio
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,34 @@ async def test_a_host_that_never_starts_says_why(
         await group.interrupt("s1")
 
 
+async def test_a_group_comes_back_when_the_disk_has_room_again(tmp_path: Path) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        async with running(fleet_config(tmp_path)) as (fleet, heard):
+            await until(lambda: len(heard.gone) > 1)
+            assert "File too large" in next(iter(fleet.pool.reasons().values()))
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            await until(lambda: fleet.pool.counts()["ready"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+async def test_a_group_comes_back_when_processes_can_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreter = sys.executable
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
+    run_dir = tmp_path / "run"
+    async with running(fleet_config(run_dir)) as (fleet, heard):
+        await until(lambda: len(heard.gone) > 1)
+        reason = next(iter(fleet.pool.reasons().values()))
+        assert reason == "host cannot be started: No such file or directory"
+        assert list(run_dir.iterdir()) == []
+        monkeypatch.setattr(sys, "executable", interpreter)
+        await until(lambda: fleet.pool.counts()["ready"])
+
+
 async def test_stopping_while_groups_start_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +118,16 @@ async def test_a_folder_too_long_for_sockets_is_an_error_that_names_the_setting(
     with pytest.raises(ConfigError, match=r"server\.run_dir is too long"):
         async with running(fleet_config(tmp_path / ("d" * 100))):
             raise AssertionError("started")
+
+
+async def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_setting(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(ConfigError, match=rf"server\.run_dir: {folder}: "):
+            async with running(fleet_config(folder)):
+                raise AssertionError("started")
 
 
 @pytest.mark.parametrize(
