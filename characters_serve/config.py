@@ -11,6 +11,7 @@ import ipaddress
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,11 @@ _DECODED_LATENTS: dict[Decoder, tuple[tuple[int, int], ...]] = {
     "taehv": (_WAN21_LATENTS, _WAN22_LATENTS),
     "taehv_super": (_WAN22_LATENTS,),
 }
+
+
+def secret(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A secret of the environment, without the newline that files of secrets end in; or ""."""
+    return environment.get(name, "").strip()
 
 
 class Frozen(BaseModel):
@@ -503,7 +509,7 @@ class ServerConfig(Frozen):
     @property
     def has_key(self) -> bool:
         """Whether making sessions needs a server key."""
-        return bool(self.api_keys or os.environ.get(self.api_key_env))
+        return bool(self.api_keys or secret(self.api_key_env))
 
     @field_validator("turn_urls")
     @classmethod

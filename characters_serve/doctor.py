@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from characters_serve.config import AgentConfig, Config, ServerConfig
+from characters_serve.config import AgentConfig, Config, ServerConfig, secret
 
 # The embedded character and its session take about 1.2 GB.
 _ENOUGH_MEMORY = 2 * 1024**3
@@ -242,7 +242,7 @@ def _voice(agent: AgentConfig) -> Finding:
 
 def _replies(agent: AgentConfig) -> Finding:
     if agent.kind == "openai_realtime":
-        keyed = bool(os.environ.get(agent.realtime.api_key_env))
+        keyed = bool(secret(agent.realtime.api_key_env))
         key = "with" if keyed else "without"
         return Finding("replies", f"{agent.realtime.model} at {agent.realtime.url}, {key} a key")
     if agent.kind != "local":
@@ -251,7 +251,7 @@ def _replies(agent: AgentConfig) -> Finding:
         words = "the character's script, on this machine"
         english = agent.language == "en"
         return Finding("replies", words if english else f"{words}, in English only", english)
-    keyed = bool(os.environ.get(agent.chat.api_key_env))
+    keyed = bool(secret(agent.chat.api_key_env))
     key = "with" if keyed else "without"
     return Finding("replies", f"{agent.chat.model} at {agent.chat.base_url}, {key} a key")
 
