@@ -98,7 +98,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # it warns of each malformed request that a stranger sends
             access_log=False,
             server_header=False,
             lifespan="on",
