@@ -631,7 +631,7 @@ class ConfigError(ValueError):
 class _Loader(yaml.SafeLoader):
     """Refuses a setting that is given twice: YAML's own loader keeps the last without a word."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: list[Any] = []
         for key, _ in node.value:
