@@ -50,7 +50,7 @@ class LocalHost:
                 ping_interval_s=config.fleet.ping_interval_s,
                 ping_timeout_s=config.fleet.ping_timeout_s,
             )
-        except BaseException:  # a full disk
+        except Exception:  # a full disk
             self._clean()
             raise
 

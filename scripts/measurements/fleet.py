@@ -44,8 +44,8 @@ SOAK_GROUPS = 3
 FAULT_EVERY_S = 5.0
 BACK_WITHIN_S = 90.0
 SAMPLE_EVERY_S = 5.0
-# What the gateway may hold more of in the second half of a soak than in the middle of its first:
-# sessions are remembered for five minutes, and so is who holds a connection.
+# What the gateway may hold more of in a soak's last quarter than in its second: visitors come and
+# go, and sessions are remembered for five minutes.
 MAY_GROW = {"rss_mib": 8.0, "descriptors": 4.0, "threads": 1.0, "tasks": 8.0}
 # A session's first pictures come in a burst, and its figures after a second.
 SETTLE_S = 3.0
