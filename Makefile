@@ -1,16 +1,18 @@
 # make serve   set up what is missing, then run the server: open the address that it prints
 # make test    set up what is missing, then lint and test
+# make audit   known faults and licences of all that is installed (asks a package index)
 # ARGS="..."   is passed on: make serve ARGS="--set server.port=9000", make test ARGS="-k pool"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: serve test lint browser clean
+.PHONY: serve test lint audit browser clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 WHISPER := $(VENV)/.whisper
+AUDIT := .venv-audit
 TORCH := torch==2.13.0
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 SUDO := $(shell [ "$$(id -u)" = 0 ] || command -v sudo)
@@ -27,6 +29,12 @@ lint: $(STAMP)
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/mypy --no-error-summary
+
+# Apart, so that the tools audit the server's packages and not themselves.
+audit: $(STAMP)
+	@$(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3' 'pip-licenses>=5,<6'
+	@$(AUDIT)/bin/python scripts/audit.py $(PYTHON)
 
 # The first Python from 3.11 on that can make virtual environments; Debian and Ubuntu keep that
 # ability in a package of its own.
@@ -76,4 +84,4 @@ browser: $(STAMP)
 	fi
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(AUDIT) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

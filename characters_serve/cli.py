@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 import re
 import shlex
 import socket
@@ -97,7 +98,7 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
         uvicorn.Config(
             app,
             log_config=None,
-            log_level="warning",
+            log_level="error",  # it warns of each malformed request that a stranger sends
             access_log=False,
             server_header=False,
             lifespan="on",
@@ -169,7 +170,7 @@ def simulate(config: Config, options: argparse.Namespace) -> int:
         outcome, course = run(visits, hosts, config.group_shape, timing, options.price, paid_s)
         if options.plot:
             draw(course, outcome, options.plot)
-    except (OSError, CannotPlace, ValueError) as error:
+    except (OSError, CannotPlace, ValueError, MemoryError) as error:
         return _fail(str(error), EXIT_FAILED)
     except ImportError:
         return _fail("--plot needs matplotlib: pip install 'characters-serve[plot]'", EXIT_FAILED)
@@ -355,12 +356,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--hosts", type=_positive, default=1, metavar="N")
     command.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of each host")
-    command.add_argument("--price", type=float, metavar="PRICE", help="of one GPU for an hour")
+    command.add_argument("--price", type=_amount, metavar="PRICE", help="of one GPU for an hour")
     command.add_argument("--trace", type=Path, help="CSV with arrival_s and duration_s, or:")
-    command.add_argument("--sessions", type=float, default=1000, help="on average, in all")
-    command.add_argument("--hours", type=float, default=24, help="from midnight on")
-    command.add_argument("--median-s", type=float, default=180, help="of a session's duration")
-    command.add_argument("--sigma", type=float, default=0.8, help="of its logarithm")
+    command.add_argument("--sessions", type=_amount, default=1000, help="on average, in all")
+    command.add_argument("--hours", type=_amount, default=24, help="from midnight on")
+    command.add_argument("--median-s", type=_amount, default=180, help="of a session's duration")
+    command.add_argument("--sigma", type=_amount, default=0.8, help="of its logarithm")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
@@ -410,6 +411,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _amount(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("must be more than 0")
     return number
 
 

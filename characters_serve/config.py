@@ -11,6 +11,7 @@ import ipaddress
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,8 +36,13 @@ _DECODED_LATENTS: dict[Decoder, tuple[tuple[int, int], ...]] = {
 }
 
 
+def secret(name: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A secret of the environment, without the newline that files of secrets end in; or ""."""
+    return environment.get(name, "").strip()
+
+
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class AudioConfig(Frozen):
@@ -503,7 +509,7 @@ class ServerConfig(Frozen):
     @property
     def has_key(self) -> bool:
         """Whether making sessions needs a server key."""
-        return bool(self.api_keys or os.environ.get(self.api_key_env))
+        return bool(self.api_keys or secret(self.api_key_env))
 
     @field_validator("turn_urls")
     @classmethod
@@ -622,23 +628,35 @@ class ConfigError(ValueError):
     """A configuration that cannot be; the message names the file or override and the field."""
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a setting that is given twice: YAML's own loader keeps the last without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: list[Any] = []
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
+                )
+            seen.append(key.value)
+        return node
+
+
 def load_config(paths: list[Path] | None = None, overrides: list[str] | None = None) -> Config:
-    """Merge YAML files from left to right, then `a.b=c` overrides (values are YAML)."""
+    """Merge YAML files from left to right, then `a.b=c` overrides (values are YAML).
+
+    A file's `extends` names the file that it is laid over, in its own folder.
+    """
     tree: dict[str, Any] = {}
     for path in paths or []:
-        try:
-            loaded = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"{path}: expected a mapping of settings")
-        _merge(tree, loaded)
+        _merge(tree, _read(path))
     for override in overrides or []:
         dotted, equals, text = override.partition("=")
         if not equals or not dotted:
             raise ConfigError(f"--set {override}: expected a.b=value")
         try:
-            value = yaml.safe_load(text)
+            value = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override}: {error}") from error
         for key in reversed(dotted.split(".")):
@@ -648,6 +666,23 @@ def load_config(paths: list[Path] | None = None, overrides: list[str] | None = N
         return Config.model_validate(tree)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    try:
+        loaded = yaml.load(path.read_text("utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings")
+    beneath = loaded.pop("extends", None)
+    if beneath is None:
+        return loaded
+    if not isinstance(beneath, str) or path in above:
+        raise ConfigError(f"{path}: extends: expected another file of its folder")
+    tree = _read(path.parent / beneath, (*above, path))
+    _merge(tree, loaded)
+    return tree
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from characters_serve.config import AgentConfig, Config, ServerConfig
+from characters_serve.config import AgentConfig, Config, ServerConfig, secret
 
 # The embedded character and its session take about 1.2 GB.
 _ENOUGH_MEMORY = 2 * 1024**3
@@ -101,40 +101,101 @@ def _gpus() -> list[Finding]:
     return found
 
 
-def rank_gib(config: Config, ranks: int) -> tuple[float, float]:
-    """GiB of weights and of cache on each of so many ranks, in bf16."""
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of the diffusion model on its first rank; autoencoder and activations come on top.
+
+    loaded: of the weights, before any is made FP8.
+    """
+
+    loaded: int
+    weights: int
+    cache: int
+
+    @property
+    def needed(self) -> int:
+        return max(self.loaded, self.weights + self.cache)
+
+
+def rank_memory(config: Config, ranks: int, dtype: torch.dtype = torch.bfloat16) -> RankMemory:
+    """Of so many ranks. ValueError, with the nearest that can be, if so many cannot share it."""
     from characters_serve.model.dit import CharacterDiT
+    from characters_serve.model.kv_cache import make_cache
+    from characters_serve.model.open.causal_wan import CausalWan
+    from characters_serve.model.open.live_avatar import LiveAvatar
+    from characters_serve.model.shard import deal, narrow
 
     model = config.model
+    shard = deal(model, ranks)[0]
+    network: CharacterDiT | CausalWan | LiveAvatar
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in CharacterDiT(model).parameters())
-    caches = model.num_caches * model.num_blocks
-    elements = 2 * caches * model.cache_slots * model.num_heads * model.head_dim
-    return 2 * parameters / ranks / 1024**3, 2 * elements / ranks / 1024**3
+        if model.family == "live_avatar":
+            network = LiveAvatar(model, shard)
+        elif model.family == "causal_wan":
+            network = CausalWan(model, None, shard)
+        else:
+            network = CharacterDiT(model, shard)
+    loaded = weights = sum(map(torch.numel, network.parameters())) * dtype.itemsize
+    if config.optimizations.fp8_gemm:
+        matrices = (getattr(module, name).weight for module, name in network.projections())
+        weights -= sum(map(torch.numel, matrices)) * (dtype.itemsize - 1)
+    # Its size alone: attention in FP8 would ask for the GPU.
+    stored = torch.float8_e4m3fn if config.optimizations.fp8_kv_cache else dtype
+    flags = config.optimizations.model_copy(update={"fp8_kv_cache": False})
+    cache = make_cache(narrow(model, shard), flags, device="meta", dtype=stored)
+    held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
+    return RankMemory(loaded, weights, sum(v.numel() * v.element_size() for v in held))
 
 
 def placement(config: Config, gpus_gib: list[float]) -> Finding:
     """Whether a group fits the GPUs here, and if not, with which changes one would."""
-    shape, model = config.group_shape, config.model
-    weights, cache = rank_gib(config, 1)
-    per_rank = (weights + cache) / shape.ranks
+    shape = config.group_shape
+    rank = rank_memory(config, shape.ranks)
     words = (
-        f"a group is {shape}; each rank holds {weights / shape.ranks:.1f} GiB of weights "
-        f"and {cache / shape.ranks:.1f} GiB of cache"
+        f"a group is {shape}; a rank holds {rank.weights / 1024**3:.1f} GiB of weights "
+        f"({rank.loaded / 1024**3:.1f} while they are loaded) and {rank.cache / 1024**3:.1f} GiB "
+        "of cache"
     )
-    room = min(gpus_gib, default=0.0) * _USABLE_SHARE
-    if len(gpus_gib) >= shape.gpus and per_rank <= room:
+    room = min(gpus_gib, default=0.0) * _USABLE_SHARE * 1024**3
+    if len(gpus_gib) >= shape.gpus and rank.needed <= room:
         return Finding("gpu placement", words)
-    here = f"{len(gpus_gib)} GPUs of {min(gpus_gib, default=0.0):.0f} GiB" if gpus_gib else "no GPU"
-    for ranks in range(len(gpus_gib), 0, -1):
-        decoder = ranks < len(gpus_gib)
-        if model.num_heads % ranks == 0 and (weights + cache) / ranks <= room:
-            change = [f"engine.tensor_parallel={ranks}"]
-            change += [] if decoder else ["optimizations.dedicated_decoder=false"]
-            lost = "longer steps" if decoder else "longer steps, and decoding after each of them"
-            words += f"; here is {here}: with {' '.join(change)} it fits, at the price of {lost}"
-            return Finding("gpu placement", words, False)
-    return Finding("gpu placement", f"{words}; here is {here}: no split of it fits", False)
+    here = f"{len(gpus_gib)} x {min(gpus_gib):.0f} GiB" if gpus_gib else "no GPU"
+    ways = [
+        _way(config, decoder, len(gpus_gib) - decoder, room)
+        for decoder in ([True, False] if shape.decoder else [False])
+    ]
+    said = "; ".join(filter(None, ways)) or "no split of it fits"
+    return Finding("gpu placement", f"{words}; here is {here}: {said}", False)
+
+
+def _way(config: Config, decoder: bool, most_ranks: int, room: float) -> str:
+    """The change to the most ranks that fit, and its price; nothing where none does."""
+    shape = config.group_shape
+    for ranks in range(most_ranks, 0, -1):
+        try:
+            fits = rank_memory(config, ranks).needed <= room
+        except ValueError:
+            continue
+        if not fits:
+            break
+        changes, price = f"engine.tensor_parallel={ranks}", []
+        if ranks != shape.ranks:
+            price.append("longer steps" if ranks < shape.ranks else "more GPUs")
+        if decoder < shape.decoder:
+            changes += " optimizations.dedicated_decoder=false"
+            price.append("decoding after each step")
+        return f"with {changes} it fits, at the price of {' and '.join(price)}"
+    return ""
+
+
+def without_fp8(config: Config, capability: tuple[int, int]) -> list[Finding]:
+    """capability: the least of the GPUs here. e4m3 begins with 8.9."""
+    flags = [f for f in ("fp8_gemm", "fp8_kv_cache") if getattr(config.optimizations, f)]
+    if not flags or capability >= (8, 9):
+        return []
+    changes = " ".join(f"optimizations.{flag}=false" for flag in flags)
+    words = f"not in GPUs of compute capability {capability[0]}.{capability[1]}: with {changes} it "
+    return [Finding("fp8", f"{words}runs, at the price of memory and longer steps", False)]
 
 
 def _placement(config: Config) -> list[Finding]:
@@ -145,7 +206,8 @@ def _placement(config: Config) -> list[Finding]:
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     totals = [torch.cuda.get_device_properties(i).total_memory / 1024**3 for i in range(count)]
-    return [placement(config, totals)]
+    least = [torch.cuda.get_device_capability(i) for i in range(count)]
+    return [placement(config, totals), *(without_fp8(config, min(least)) if least else [])]
 
 
 def _flash_attention() -> str:
@@ -242,7 +304,7 @@ def _voice(agent: AgentConfig) -> Finding:
 
 def _replies(agent: AgentConfig) -> Finding:
     if agent.kind == "openai_realtime":
-        keyed = bool(os.environ.get(agent.realtime.api_key_env))
+        keyed = bool(secret(agent.realtime.api_key_env))
         key = "with" if keyed else "without"
         return Finding("replies", f"{agent.realtime.model} at {agent.realtime.url}, {key} a key")
     if agent.kind != "local":
@@ -251,7 +313,7 @@ def _replies(agent: AgentConfig) -> Finding:
         words = "the character's script, on this machine"
         english = agent.language == "en"
         return Finding("replies", words if english else f"{words}, in English only", english)
-    keyed = bool(os.environ.get(agent.chat.api_key_env))
+    keyed = bool(secret(agent.chat.api_key_env))
     key = "with" if keyed else "without"
     return Finding("replies", f"{agent.chat.model} at {agent.chat.base_url}, {key} a key")
 
@@ -313,47 +375,23 @@ def _open_model(config: Config) -> list[Finding]:
 
 
 def _model_memory(config: Config) -> Finding:
-    """Weights and cache of the diffusion model; the autoencoder and activations come on top."""
     from characters_serve.engine.device import choose_device
-    from characters_serve.model.kv_cache import make_cache
-    from characters_serve.model.open.causal_wan import CausalWan
-    from characters_serve.model.open.live_avatar import LiveAvatar
-    from characters_serve.model.open.wan import WanNetwork
-    from characters_serve.model.shard import deal, narrow
 
-    model = config.model
     try:
         device, dtype = choose_device(config.engine)
     except ValueError:
         device, dtype = torch.device("cpu"), torch.bfloat16
-    shard = deal(model, config.engine.tensor_parallel)[0]
-    network: WanNetwork
-    with torch.device("meta"):
-        if model.family == "live_avatar":
-            network = LiveAvatar(model, shard)
-        else:
-            network = CausalWan(model, None, shard)
-    loaded = weights = sum(map(torch.numel, network.parameters())) * dtype.itemsize
-    if config.optimizations.fp8_gemm:
-        matrices = (getattr(module, name).weight for module, name in network.projections())
-        weights -= sum(map(torch.numel, matrices)) * (dtype.itemsize - 1)
-    # Its size alone: attention in FP8 would ask for the GPU.
-    stored = torch.float8_e4m3fn if config.optimizations.fp8_kv_cache else dtype
-    flags = config.optimizations.model_copy(update={"fp8_kv_cache": False})
-    cache = make_cache(narrow(model, shard), flags, device="meta", dtype=stored)
-    held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
-    cached = sum(value.numel() * value.element_size() for value in held)
-    needed = max(loaded, weights + cached)
+    rank = rank_memory(config, config.engine.tensor_parallel, dtype)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = psutil.virtual_memory().total
     a_rank = " on each GPU" if config.engine.tensor_parallel > 1 else ""
     words = (
-        f"{weights / 1e9:.0f} GB of weights and {cached / 1e9:.0f} GB of cache{a_rank}; "
+        f"{rank.weights / 1e9:.0f} GB of weights and {rank.cache / 1e9:.0f} GB of cache{a_rank}; "
         f"{there / 1e9:.0f} GB on {'the GPU' if device.type == 'cuda' else 'this machine, no GPU'}"
     )
-    return Finding("model's memory", words, needed < there)
+    return Finding("model's memory", words, rank.needed < there)
 
 
 def _version(package: str) -> str | None:

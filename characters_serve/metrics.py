@@ -13,6 +13,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -49,6 +50,8 @@ class Metrics:
         self.registry.register(_Live(sessions_by_state, groups_by_state))
         self._hosts = _Hosts()
         self.registry.register(self._hosts)
+        # process_resident_memory_bytes, process_open_fds and so on, of the gateway
+        ProcessCollector(registry=self.registry)
         self.sessions_created = Counter(
             "characters_sessions_created", "Sessions admitted", registry=self.registry
         )

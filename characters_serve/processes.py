@@ -76,9 +76,13 @@ class ChildProcess:
 
     async def start(self, timeout_s: float) -> Ready:
         """Starts the child and waits for its Ready; on failure it is gone when this raises."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._argv, env=self._environment, preexec_fn=lambda: _prepare_child(self._nice)
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv, env=self._environment, preexec_fn=lambda: _prepare_child(self._nice)
+            )
+        except OSError as error:  # no process, memory or descriptor left
+            await self.kill()
+            raise ChildFailed(f"{self.name} cannot be started: {error.strerror}") from error
         self._tasks = [
             asyncio.create_task(self._receive(), name=f"{self.name}-receive"),
             asyncio.create_task(self._watch_exit(), name=f"{self.name}-exit"),

@@ -15,7 +15,7 @@ import httpx
 
 from characters_serve.agent.history import Line
 from characters_serve.agent.sentences import SentenceSplitter
-from characters_serve.config import ChatConfig
+from characters_serve.config import ChatConfig, secret
 from characters_serve.messages import Persona
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Chat:
         self._config = config
         self._url = f"{config.base_url.rstrip('/')}/chat/completions"
         self._system = system_prompt(persona)
-        key = environment.get(config.api_key_env)
+        key = secret(config.api_key_env, environment)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(config.timeout_s),
             headers={"Authorization": f"Bearer {key}"} if key else {},

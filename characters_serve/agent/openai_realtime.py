@@ -29,7 +29,7 @@ from characters_serve.agent.chat import HISTORY_LINES, system_prompt
 from characters_serve.agent.external import MICROPHONE_RATE, PcmReader
 from characters_serve.agent.history import History, SpokenSentence, Utterance
 from characters_serve.agent.sentences import SentenceSplitter
-from characters_serve.config import RealtimeConfig
+from characters_serve.config import RealtimeConfig, secret
 from characters_serve.messages import (
     AgentAudio,
     AgentError,
@@ -97,7 +97,7 @@ class RealtimeAgent:
         self._config = config
         self._emit_event = emit
         self._clock_s = clock_s
-        self._key = environment.get(config.api_key_env)
+        self._key = secret(config.api_key_env, environment)
         self._instructions = system_prompt(start.persona)
         self._history = History()
         self._open = False

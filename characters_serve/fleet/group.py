@@ -225,6 +225,8 @@ class Group:
         return answer
 
     async def _receive(self, message: Message) -> None:
+        if self._gone is not None:  # counts of a group that is forgotten would be counted twice
+            return
         match message:
             case Done(request_id) | Refused(request_id) | Answer(request_id):
                 future = self._waiting.get(request_id)

@@ -35,19 +35,24 @@ class LocalHost:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder = run_dir / group_id
-        self._folder.mkdir(mode=0o700, parents=True)
+        # An earlier attempt, without a descriptor left to lock it, may have made it already.
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._hold = FolderHold(self._folder)
-        (self._folder / "config.json").write_text(config.model_dump_json(indent=1))
-        self._child = ChildProcess(
-            "host",
-            host_module,
-            self._folder,
-            environment=environment,
-            on_message=on_message,
-            on_exit=on_exit,
-            ping_interval_s=config.fleet.ping_interval_s,
-            ping_timeout_s=config.fleet.ping_timeout_s,
-        )
+        try:
+            (self._folder / "config.json").write_text(config.model_dump_json(indent=1))
+            self._child = ChildProcess(
+                "host",
+                host_module,
+                self._folder,
+                environment=environment,
+                on_message=on_message,
+                on_exit=on_exit,
+                ping_interval_s=config.fleet.ping_interval_s,
+                ping_timeout_s=config.fleet.ping_timeout_s,
+            )
+        except Exception:  # a full disk
+            self._clean()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -92,12 +97,17 @@ class RunFolder:
             self._hold.release()
 
 
-def check_socket_room(run_dir: Path) -> None:
-    """Sockets have short names only; better told before anything starts than by a group."""
+def check_run_dir(run_dir: Path) -> None:
+    """Can be written, and leaves sockets room for their short names; better told before anything
+    starts than by a group."""
     try:
         endpoint(run_dir.resolve() / "g00-000000", "control-decoder")
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_dir).close()
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"server.run_dir: {run_dir}: {error.strerror}") from None
 
 
 class LocalFleet(Fleet):
@@ -107,7 +117,7 @@ class LocalFleet(Fleet):
         if self._config.decoder.shared_by > 1 and not self._config.fleet.gpus:
             raise ConfigError("decoder.shared_by: fleet.gpus must say what there is to share")
         if self._config.server.run_dir is not None:
-            check_socket_room(Path(self._config.server.run_dir))
+            check_run_dir(Path(self._config.server.run_dir))
 
     def _open(self) -> None:
         self._run = RunFolder(self._config.server.run_dir)

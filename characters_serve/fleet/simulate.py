@@ -112,22 +112,30 @@ class Outcome:
 
 def read_trace(path: Path) -> list[Visit]:
     """A CSV file with the columns arrival_s and duration_s."""
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        if not {"arrival_s", "duration_s"} <= set(rows.fieldnames or ()):
-            raise TraceError(f"{path}: the first line must name arrival_s and duration_s")
-        visits: list[Visit] = []
-        for row in rows:
-            try:
-                visit = Visit(float(row["arrival_s"]), float(row["duration_s"]))
-            except (TypeError, ValueError):
-                raise TraceError(f"{path}:{rows.line_num}: two numbers are needed") from None
-            if not (0 <= visit.arrival_s < float("inf") and 0 < visit.duration_s < float("inf")):
-                raise TraceError(f"{path}:{rows.line_num}: times must be positive")
-            visits.append(visit)
+    visits: list[Visit] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
+            rows = csv.DictReader(file)
+            if not {"arrival_s", "duration_s"} <= set(rows.fieldnames or ()):
+                raise TraceError(f"{path}: the first line must name arrival_s and duration_s")
+            visits.extend(_visit(row, f"{path}:{rows.line_num}") for row in rows)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: {error}") from None
     if not visits:
         raise TraceError(f"{path}: there are no sessions in it")
     return sorted(visits, key=lambda visit: visit.arrival_s)
+
+
+def _visit(row: dict[str, Any], where: str) -> Visit:
+    try:
+        visit = Visit(float(row["arrival_s"]), float(row["duration_s"]))
+    except (TypeError, ValueError):
+        raise TraceError(f"{where}: two numbers are needed") from None
+    if not (0 <= visit.arrival_s < float("inf") and 0 < visit.duration_s < float("inf")):
+        raise TraceError(f"{where}: times must be positive")
+    if None in row:  # where DictReader puts what is too much: decimal commas, for example
+        raise TraceError(f"{where}: there are more values than the first line names")
+    return visit
 
 
 def generate_trace(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import os
 import re
 import secrets
 import time
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 import jwt
 from starlette.datastructures import Headers
 
-from characters_serve.config import ApiKey, ConfigError, ServerConfig
+from characters_serve.config import ApiKey, ConfigError, ServerConfig, secret
 from characters_serve.gateway.problems import Problem
 
 _ALGORITHM = "HS256"
@@ -69,8 +68,7 @@ class Authority:
     @classmethod
     def from_config(cls, config: ServerConfig) -> Authority:
         keys = list(config.api_keys)
-        said = os.environ.get(config.api_key_env)
-        if said:
+        if said := secret(config.api_key_env):
             digest = said.removeprefix(_HASHED) if said.startswith(_HASHED) else _digest(said)
             if not re.fullmatch(r"[0-9a-f]{64}", digest):
                 raise ConfigError(f"{config.api_key_env}: {_HASHED} is followed by 64 hex digits")

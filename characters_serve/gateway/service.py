@@ -12,6 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from prometheus_client import Gauge
+
 from characters_serve.config import ApiKey, Config, ConfigError
 from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
@@ -77,6 +79,10 @@ class Gateway:
             sessions_by_state=lambda: self.sessions.counts(),
             groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
         )
+        tasks = Gauge(
+            "characters_gateway_tasks", "Of its event loop", registry=self.metrics.registry
+        )
+        tasks.set_function(lambda: len(asyncio.all_tasks()))
         queue = WaitingQueue(config.server.queue_size, config.server.queue_timeout_s)
         self.sessions = Sessions(config.session, self.fleet, self.metrics, queue)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import os
 from typing import Any
 
-from characters_serve.config import ConfigError, ServerConfig
+from characters_serve.config import ConfigError, ServerConfig, secret
 
 
 class Turn:
@@ -22,13 +21,13 @@ class Turn:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> Turn:
-        secret = os.environ.get(config.turn_secret_env, "")
-        if config.turn_urls and not secret:
+        shared = secret(config.turn_secret_env)
+        if config.turn_urls and not shared:
             raise ConfigError(
                 f"server.turn_urls: {config.turn_secret_env} must hold the secret that the TURN "
                 "servers share"
             )
-        return cls(config.turn_urls, secret)
+        return cls(config.turn_urls, shared)
 
     def ice_servers(self, now_unix_s: float, lifetime_s: float) -> list[dict[str, Any]]:
         """RTCIceServer entries; lifetime_s: a credential that expires ends its relay."""

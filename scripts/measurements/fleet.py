@@ -43,6 +43,10 @@ RATE_FPS = 23.5
 SOAK_GROUPS = 3
 FAULT_EVERY_S = 5.0
 BACK_WITHIN_S = 90.0
+SAMPLE_EVERY_S = 5.0
+# What the gateway may hold more of in a soak's last quarter than in its second: visitors come and
+# go, and sessions are remembered for five minutes.
+MAY_GROW = {"rss_mib": 8.0, "descriptors": 4.0, "threads": 1.0, "tasks": 8.0}
 # A session's first pictures come in a burst, and its figures after a second.
 SETTLE_S = 3.0
 
@@ -222,6 +226,7 @@ class Soak:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.faults: collections.Counter[str] = collections.Counter()
         self.miscounts = 0
+        self.held: dict[str, list[float]] = {name: [] for name in ("at_s", *MAY_GROW)}
 
     async def run(self, seconds: float) -> dict[str, Any]:
         limits = httpx.Limits(max_connections=100)
@@ -229,7 +234,7 @@ class Soak:
             base_url=self.server.url, timeout=30, limits=limits
         ) as self.http:
             until_s = time.monotonic() + seconds
-            acts = [self._visit] * (2 * SOAK_GROUPS) + [self._fault, self._count]
+            acts = [self._visit] * (2 * SOAK_GROUPS) + [self._fault, self._count, self._sample]
             await asyncio.gather(*(self._repeat(act, until_s) for act in acts))
             began_s = time.monotonic()
             free = 0
@@ -244,6 +249,7 @@ class Soak:
             "times_miscounted": self.miscounts,
             "lost_slots": SOAK_GROUPS - free,
             "all_free_after_s": round(time.monotonic() - began_s, 1),
+            "gateway": {name: course(self.held["at_s"], self.held[name]) for name in MAY_GROW},
         }
 
     async def _repeat(self, act: Callable[[], Any], until_s: float) -> None:
@@ -313,6 +319,34 @@ class Soak:
         groups = (await self.http.get("/healthz/ready")).json()["groups"]
         self.miscounts += sum(groups.values()) != SOAK_GROUPS
 
+    async def _sample(self) -> None:
+        await asyncio.sleep(SAMPLE_EVERY_S)
+        text = (await self.http.get("/metrics")).text
+        (tasks,) = re.findall(r"^characters_gateway_tasks (\S+)", text, re.M)
+        gateway = self.server.gateway
+        now = {
+            "at_s": time.monotonic(),
+            "rss_mib": gateway.memory_info().rss / 2**20,
+            "descriptors": gateway.num_fds(),
+            "threads": gateway.num_threads(),
+            "tasks": float(tasks),
+        }
+        for name, value in now.items():
+            self.held[name].append(value)
+
+
+def course(at_s: Sequence[float], values: Sequence[float]) -> dict[str, float]:
+    """The medians of the second and of the last quarter, and the second half's slope an hour."""
+    quarter = len(values) // 4
+    hours = [second / 3600 for second in at_s[2 * quarter :]]
+    return {
+        "second_quarter": round(statistics.median(values[quarter : 2 * quarter]), 2),
+        "last_quarter": round(statistics.median(values[-quarter:]), 2),
+        "slope_per_hour": round(
+            statistics.linear_regression(hours, values[2 * quarter :]).slope, 2
+        ),
+    }
+
 
 @contextmanager
 def serving(groups: int, *more: str) -> Iterator[Server]:
@@ -330,8 +364,20 @@ def with_groups(
 
 
 def soak(seconds: float, seed: int) -> dict[str, Any]:
+    """`passed`: no slot was lost or counted wrongly, nothing was left behind, no bug was logged,
+    and the gateway held no more at the end. `serving` itself fails on processes or folders left."""
+    shared_memory = set(Path("/dev/shm").iterdir())
     with serving(SOAK_GROUPS) as server:
-        return asyncio.run(Soak(server, seed).run(seconds))
+        result = asyncio.run(Soak(server, seed).run(seconds))
+        result["tracebacks_logged"] = server.log.read_text("utf-8", "replace").count("Traceback")
+    result["shared_memory_left"] = len(set(Path("/dev/shm").iterdir()) - shared_memory)
+    result["grown"] = [
+        name
+        for name, held in result["gateway"].items()
+        if held["last_quarter"] > held["second_quarter"] + MAY_GROW[name]
+    ]
+    wrong = ("lost_slots", "times_miscounted", "tracebacks_logged", "shared_memory_left", "grown")
+    return {"passed": not any(result[name] for name in wrong), **result}
 
 
 def main() -> int:

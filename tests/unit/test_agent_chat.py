@@ -50,7 +50,7 @@ async def test_sentences_come_before_the_reply_is_complete() -> None:
 
     async with chat_server(answer) as base_url:
         config = ChatConfig(base_url=base_url, model="m", api_key_env="A_KEY")
-        chat = Chat(config, PERSONA, {"A_KEY": "secret"})
+        chat = Chat(config, PERSONA, {"A_KEY": "secret\n"})
         heard = []
         async with aclosing(chat.reply(LINES)) as reply:
             async for sentence in reply:

@@ -46,7 +46,7 @@ class Scene:
             RealtimeConfig(url=server.url, **changes),
             AgentStart("s", MIRA, greet),
             self.events.append,
-            environment={"OPENAI_API_KEY": "a-key"},
+            environment={"OPENAI_API_KEY": "a-key\n"},
         )
 
     def audio(self, utterance_id: int) -> list[AgentAudio]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,32 @@ def test_the_57b_geometry_has_the_published_numbers() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
 def test_every_shipped_file_is_valid_and_survives_a_round_trip(name: str) -> None:
-    beneath = [CONFIGS / "characters-57b.yaml"] if name.startswith("57b-") else []
-    config = load_config([*beneath, CONFIGS / name])
+    config = load_config([CONFIGS / name])
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("57b-*.yaml")))
+def test_a_layout_is_of_its_model_also_alone(name: str) -> None:
+    model = CONFIGS / "characters-57b.yaml"
+    alone = load_config([CONFIGS / name])
+    assert alone.model == load_config([model]).model
+    assert alone == load_config([model, CONFIGS / name])
+
+
+def test_a_file_goes_over_what_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text("server: {port: 1, host: 127.0.0.2}")
+    (tmp_path / "mid.yaml").write_text("extends: low.yaml\nserver: {port: 2}")
+    (tmp_path / "top.yaml").write_text("extends: mid.yaml\nfleet: {groups: 3}")
+    config = load_config([tmp_path / "top.yaml"], ["fleet.groups=4"])
+    assert (config.server.host, config.server.port, config.fleet.groups) == ("127.0.0.2", 2, 4)
+    for name, text, says in (
+        ("low.yaml", "extends: top.yaml", "extends: expected another file"),
+        ("mid.yaml", "extends: none.yaml", "none.yaml"),
+        ("mid.yaml", "extends: [low.yaml]", "mid.yaml: extends: expected"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            load_config([tmp_path / "top.yaml"])
 
 
 def test_later_files_and_overrides_win() -> None:
@@ -103,6 +127,10 @@ def test_later_files_and_overrides_win() -> None:
         ("server.port", "expected a.b=value"),
         ("=1", "expected a.b=value"),
         ("server.port=[", "--set server.port=["),
+        ("server={port: 1, port: 2}", "port is given twice"),
+        ("session.max_duration_s=.inf", "session.max_duration_s"),
+        ("model.audio.f_min=.nan", "model.audio.f_min"),
+        ("server.drain_s=1e999", "server.drain_s"),
     ],
 )
 def test_a_mistake_names_its_field(override: str, says: str) -> None:
@@ -140,9 +168,20 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config([tmp_path / "nowhere.yaml"])
     broken = tmp_path / "broken.yaml"
-    for text in ("a: [", "- a list", "just words"):
-        broken.write_text(text)
-        with pytest.raises(ConfigError, match=r"broken\.yaml"):
+    for content, says in (
+        (b"a: [", "line 1"),
+        (b"- a list", "expected a mapping"),
+        (b"just words", "expected a mapping"),
+        (b"# nothing", "expected a mapping"),
+        (b"\xff\xfe\x00", "codec"),
+        (b"server:\n\tport: 1", "line 2"),
+        (b"server: {}\nfleet: {}\nserver: {}", "server is given twice"),
+        (b"server: {port: 1}\n---\nserver: {}", "another document"),
+        (b"server: {? [a, b] : 1}", "unhashable key"),
+        (b"server: !!python/name:os.system", "python/name"),
+    ):
+        broken.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"broken\.yaml: (?s:.*){says}"):
             load_config([broken])
 
 

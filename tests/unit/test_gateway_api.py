@@ -1107,6 +1107,9 @@ async def test_metrics_hold_what_hosts_report_and_no_ids(api: Api) -> None:
     assert "characters_playout_chunks{group=" in text
     assert 'route="/v1/sessions/{session_id}"' in text and session["id"] not in text
     assert "characters_turn_latency_ms_count" in text
+    assert await api.metric("characters_gateway_tasks") >= 1
+    assert await api.metric("process_open_fds") > 0
+    assert await api.metric("process_resident_memory_bytes") > 2**20
 
 
 async def test_host_counters_never_fall_when_a_group_is_rebuilt(api: Api) -> None:

@@ -62,7 +62,9 @@ def test_a_server_key_is_kept_as_its_hash_and_covers_what_it_made() -> None:
     assert authority.creator(Headers({"authorization": "Bearer k-123"})) is KEY
 
 
-@pytest.mark.parametrize("said", ["k-123", f"sha256:{KEY.sha256}"])
+@pytest.mark.parametrize(
+    "said", ["k-123", "k-123\n", f"sha256:{KEY.sha256}", f"sha256:{KEY.sha256}\n"]
+)
 def test_the_environment_holds_a_key_or_its_hash(
     said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +73,8 @@ def test_the_environment_holds_a_key_or_its_hash(
     assert Authority.from_config(ServerConfig()).grant("k-123", 0.0).key == "environment"
     with pytest.raises(ConfigError, match="same sha256"):
         Authority.from_config(ServerConfig(api_keys=(KEY,)))
+    monkeypatch.setenv("CHARACTERS_API_KEY", " \n")
+    assert not ServerConfig().has_key and not Authority.from_config(ServerConfig()).key_required
     monkeypatch.setenv("CHARACTERS_API_KEY", "sha256:short")
     with pytest.raises(ConfigError, match="64 hex digits"):
         Authority.from_config(ServerConfig())

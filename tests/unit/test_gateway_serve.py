@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -259,6 +260,9 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
             while not any(words in str(data.get("text", "")) for data in heard):
                 await asyncio.sleep(0.05)
         offer = peer.localDescription.sdp
+        with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))) as raw:
+            raw.sendall(b"\x00 no request\r\n\r\n")
+            assert await asyncio.to_thread(raw.recv, 100)
         await http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
         await peer.close()
         await free_again(http)
@@ -270,6 +274,8 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
     ours = [line for line in lines if line.get("session") == session["id"][:8]]
     assert any(line["lease_epoch"] > 0 for line in ours if "lease_epoch" in line)
     spoken = [str(data["text"]) for data in heard if data.get("text")]
+    strangers = [line for line in lines if line["logger"].startswith("uvicorn")]
+    assert strangers == [], "whoever sends nonsense would fill the log"
     secrets = [session["id"], session["client_secret"]["value"], *spoken]
     secrets += [line for line in offer.splitlines() if "ice-" in line or "fingerprint" in line]
     assert words in " ".join(spoken) and len(secrets) > 4

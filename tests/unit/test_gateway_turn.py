@@ -22,7 +22,7 @@ def test_without_relays_there_is_nothing_to_hand_out(monkeypatch: pytest.MonkeyP
 def test_credentials_expire_with_the_session_and_are_signed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("CHARACTERS_TURN_SECRET", "shared")
+    monkeypatch.setenv("CHARACTERS_TURN_SECRET", "shared\n")  # as files of secrets end
     (entry,) = Turn.from_config(ServerConfig(turn_urls=URLS)).ice_servers(1000.5, 1020.0)
     assert entry["urls"] == list(URLS) and entry["username"] == "2020:characters"
     expected = hmac.new(b"shared", b"2020:characters", hashlib.sha1).digest()

@@ -15,7 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig, SessionConfig
+from characters_serve.config import (
+    AgentConfig,
+    Config,
+    EngineConfig,
+    FleetConfig,
+    ModelConfig,
+    SessionConfig,
+)
 from characters_serve.messages import (
     CloseSession,
     Done,
@@ -237,9 +244,15 @@ async def test_an_engine_that_dies_fails_the_session_and_ends_the_group(tmp_path
     await host.child.kill()
 
 
-async def test_the_diffusion_engine_plays_and_its_decoder_may_not_die(tmp_path: Path) -> None:
+async def test_the_diffusion_engine_plays_and_its_decoder_may_not_hang(tmp_path: Path) -> None:
+    """What answers no ping is killed, so that this is also how one that dies is noticed."""
     model = ModelConfig(weights="synthetic")
-    config = Config(model=model, engine=EngineConfig(device="cpu"), agent=AgentConfig(kind="none"))
+    config = Config(
+        model=model,
+        engine=EngineConfig(device="cpu", stall_timeout_s=60.0),
+        agent=AgentConfig(kind="none"),
+        fleet=FleetConfig(ping_timeout_s=5.0),
+    )
     host = HostParent(tmp_path, config)
     await host.start()
     for name in ("one", "two"):
@@ -250,8 +263,8 @@ async def test_the_diffusion_engine_plays_and_its_decoder_may_not_die(tmp_path: 
         if name == "one":
             assert isinstance(await host.close(name), Done)
             await browser.close()
-    os.kill(int(host.details["pid_decoder"]), signal.SIGKILL)
-    await until(lambda: bool(host.exits), 10)
+    os.kill(int(host.details["pid_decoder"]), signal.SIGSTOP)
+    await until(lambda: bool(host.exits), 30)
     assert host.states[-1].state == "failed"
     assert host.states[-1].reason == "decoder exited with code -9"
     for name in ("pid_rank0", "pid_decoder"):

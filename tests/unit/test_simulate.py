@@ -102,8 +102,31 @@ def test_generated_traffic_follows_the_day_and_the_law() -> None:
 
 def test_a_trace_is_read_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text("user,arrival_s,duration_s\nb,10,60\na,5.5,30\n")
-    assert read_trace(path) == [Visit(5.5, 30.0), Visit(10.0, 60.0)]
+    text = "user,arrival_s,duration_s\nb,10,60\n\na,5.5,30\n"
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text(text, encoding)
+        assert read_trace(path) == [Visit(5.5, 30.0), Visit(10.0, 60.0)]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        *("--sessions=-5", "--sessions=nan", "--hours=0", "--hours=-1", "--median-s=0"),
+        *("--sigma=-1", "--price=-1", "--price=inf", "--hosts=0"),
+    ],
+)
+def test_an_amount_that_cannot_be_is_named(
+    mistake: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["simulate", mistake])
+    assert left.value.code == 2
+    assert f"argument {mistake.partition('=')[0]}: must be" in capsys.readouterr().err
+
+
+def test_more_sessions_than_memory_holds_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--sessions", "1e15"]) == 1
+    assert capsys.readouterr().err.startswith("characters: Unable to allocate")
 
 
 @pytest.mark.parametrize(
@@ -117,11 +140,15 @@ def test_a_trace_is_read_in_any_order(tmp_path: Path) -> None:
         ("arrival_s,duration_s\n-1,2\n", "must be positive"),
         ("arrival_s,duration_s\n1,nan\n", "must be positive"),
         ("arrival_s,duration_s\n1,0\n", "must be positive"),
+        ("arrival_s,duration_s\n1,5,2\n", r"trace\.csv:2: there are more values"),
+        ("arrival_s;duration_s\n1;2\n", "must name"),
+        ("arrival_s,duration_s\n" + "1" * 200_000 + ",2\n", r"trace\.csv: field larger"),
+        ("arrival_s,duration_s\n\udcff,2\n", r"trace\.csv: 'utf-8' codec"),
     ],
 )
 def test_a_trace_with_a_mistake_names_its_line(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace.csv"
-    path.write_text(text)
+    path.write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(TraceError, match=says):
         read_trace(path)
 
