@@ -11,11 +11,15 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from characters_serve.config import AgentConfig, Config, ServerConfig
+
+if TYPE_CHECKING:
+    from characters_serve.model.open.wan import WanNetwork
 
 # The embedded character and its session take about 1.2 GB.
 _ENOUGH_MEMORY = 2 * 1024**3
@@ -102,10 +106,13 @@ def _gpus() -> list[Finding]:
 
 
 def rank_gib(config: Config, ranks: int) -> tuple[float, float]:
-    """GiB of weights and of cache on each of so many ranks, in bf16."""
+    """GiB of weights and of cache on each of so many ranks; of the characters family in bf16."""
     from characters_serve.model.dit import CharacterDiT
 
     model = config.model
+    if model.wan is not None:
+        held = open_rank(config, ranks)
+        return held.weights / 1024**3, held.cache / 1024**3
     with torch.device("meta"):
         parameters = sum(p.numel() for p in CharacterDiT(model).parameters())
     caches = model.num_caches * model.num_blocks
@@ -116,19 +123,18 @@ def rank_gib(config: Config, ranks: int) -> tuple[float, float]:
 def placement(config: Config, gpus_gib: list[float]) -> Finding:
     """Whether a group fits the GPUs here, and if not, with which changes one would."""
     shape, model = config.group_shape, config.model
-    weights, cache = rank_gib(config, 1)
-    per_rank = (weights + cache) / shape.ranks
+    weights, cache = rank_gib(config, shape.ranks)
     words = (
-        f"a group is {shape}; each rank holds {weights / shape.ranks:.1f} GiB of weights "
-        f"and {cache / shape.ranks:.1f} GiB of cache"
+        f"a group is {shape}; each rank holds {weights:.1f} GiB of weights "
+        f"and {cache:.1f} GiB of cache"
     )
     room = min(gpus_gib, default=0.0) * _USABLE_SHARE
-    if len(gpus_gib) >= shape.gpus and per_rank <= room:
+    if len(gpus_gib) >= shape.gpus and weights + cache <= room:
         return Finding("gpu placement", words)
     here = f"{len(gpus_gib)} GPUs of {min(gpus_gib, default=0.0):.0f} GiB" if gpus_gib else "no GPU"
     for ranks in range(len(gpus_gib), 0, -1):
         decoder = ranks < len(gpus_gib)
-        if model.num_heads % ranks == 0 and (weights + cache) / ranks <= room:
+        if model.num_heads % ranks == 0 and sum(rank_gib(config, ranks)) <= room:
             change = [f"engine.tensor_parallel={ranks}"]
             change += [] if decoder else ["optimizations.dedicated_decoder=false"]
             lost = "longer steps" if decoder else "longer steps, and decoding after each of them"
@@ -277,7 +283,7 @@ def _sessions_key(server: ServerConfig) -> Finding:
 
 
 def _weights(config: Config) -> Finding:
-    from characters_serve.model.weights import BUILTIN
+    from characters_serve.model.weights import BUILTIN, WeightsError, check_network
 
     model = config.model
     if config.engine.kind == "pattern":
@@ -285,54 +291,61 @@ def _weights(config: Config) -> Finding:
     if model.weights == "synthetic":
         return Finding("weights", "synthetic: seeded random numbers, for speed work only")
     folder = BUILTIN if model.weights == "builtin" else Path(model.weights)
-    missing = [name for name in ("dit", "decoder") if not list(folder.glob(f"{name}*.safetensors"))]
-    if missing:
-        return Finding("weights", f"{folder} has no {' and no '.join(missing)} safetensors", False)
+    try:
+        for name, network in _networks(config).items():
+            check_network(network, folder, name)
+    except WeightsError as error:
+        return Finding("weights", str(error), False)
     return Finding("weights", f"{model.weights} ({folder})")
 
 
-def _open_model(config: Config) -> list[Finding]:
-    """What an open family needs beside its own weights, and whether it fits."""
+def _networks(config: Config) -> dict[str, torch.nn.Module]:
+    """What is read from the folder of weights, under the names of its files; without memory."""
+    from characters_serve.model.decoders.latent_video import make_autoencoder
+    from characters_serve.model.decoders.reference_warp import VideoDecoder
+    from characters_serve.model.dit import CharacterDiT
+
     model = config.model
-    if model.wan is None or config.engine.kind == "pattern":
-        return []
-    found = [_model_memory(config)]
-    if model.weights != "synthetic":
-        text = model.wan.text_embedding
-        there = text is not None and Path(text).is_file()
-        found.append(Finding("prompt", f"model.wan.text_embedding: {text}", there))
-    if model.live_avatar is not None:
-        version = _version("transformers")
-        words = f"transformers {version}" if version else "transformers is not installed"
-        found.append(Finding("speech features", words, version is not None))
-        folder = model.live_avatar.wav2vec2
-        if model.weights != "synthetic":
-            there = folder is not None and (Path(folder) / "config.json").is_file()
-            found.append(Finding("speech model", f"model.live_avatar.wav2vec2: {folder}", there))
-    return found
+    with torch.device("meta"):
+        dit = CharacterDiT(model) if model.wan is None else _open_network(config, 1)
+        warps = model.decoder == "reference_warp"
+        return {"dit": dit, "decoder": VideoDecoder(model) if warps else make_autoencoder(model)}
 
 
-def _model_memory(config: Config) -> Finding:
-    """Weights and cache of the diffusion model; the autoencoder and activations come on top."""
-    from characters_serve.engine.device import choose_device
-    from characters_serve.model.kv_cache import make_cache
+def _open_network(config: Config, ranks: int) -> WanNetwork:
+    """An open family's, of rank 0, without memory."""
     from characters_serve.model.open.causal_wan import CausalWan
     from characters_serve.model.open.live_avatar import LiveAvatar
-    from characters_serve.model.open.wan import WanNetwork
-    from characters_serve.model.shard import deal, narrow
+    from characters_serve.model.shard import deal
 
     model = config.model
-    try:
-        device, dtype = choose_device(config.engine)
-    except ValueError:
-        device, dtype = torch.device("cpu"), torch.bfloat16
-    shard = deal(model, config.engine.tensor_parallel)[0]
-    network: WanNetwork
+    shard = deal(model, ranks)[0]
     with torch.device("meta"):
         if model.family == "live_avatar":
-            network = LiveAvatar(model, shard)
-        else:
-            network = CausalWan(model, None, shard)
+            return LiveAvatar(model, shard)
+        return CausalWan(model, None, shard)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRank:
+    """Bytes on one rank: of the weights, what they are while they are loaded, of the cache."""
+
+    weights: int
+    loaded: int
+    cache: int
+
+
+def open_rank(config: Config, ranks: int) -> OpenRank:
+    """Of an open family's diffusion model; the autoencoder and activations come on top."""
+    from characters_serve.engine.device import choose_device
+    from characters_serve.model.kv_cache import make_cache
+    from characters_serve.model.shard import narrow
+
+    try:
+        _, dtype = choose_device(config.engine)
+    except ValueError:
+        dtype = torch.bfloat16
+    network = _open_network(config, ranks)
     loaded = weights = sum(map(torch.numel, network.parameters())) * dtype.itemsize
     if config.optimizations.fp8_gemm:
         matrices = (getattr(module, name).weight for module, name in network.projections())
@@ -340,17 +353,57 @@ def _model_memory(config: Config) -> Finding:
     # Its size alone: attention in FP8 would ask for the GPU.
     stored = torch.float8_e4m3fn if config.optimizations.fp8_kv_cache else dtype
     flags = config.optimizations.model_copy(update={"fp8_kv_cache": False})
-    cache = make_cache(narrow(model, shard), flags, device="meta", dtype=stored)
+    cache = make_cache(narrow(config.model, network.shard), flags, device="meta", dtype=stored)
     held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
-    cached = sum(value.numel() * value.element_size() for value in held)
-    needed = max(loaded, weights + cached)
+    return OpenRank(weights, loaded, sum(value.numel() * value.element_size() for value in held))
+
+
+def _open_model(config: Config) -> list[Finding]:
+    """What an open family needs beside its own weights, and whether it fits."""
+    from characters_serve.engine.generator import load_prompt
+    from characters_serve.model.open.wav2vec2 import speech_folder
+    from characters_serve.model.weights import WeightsError
+
+    model = config.model
+    if model.wan is None or config.engine.kind == "pattern":
+        return []
+    found = [_model_memory(config)]
+    if model.live_avatar is not None:
+        version = _version("transformers")
+        words = f"transformers {version}" if version else "transformers is not installed"
+        found.append(Finding("speech features", words, version is not None))
+    if model.weights == "synthetic":
+        return found
+    try:
+        prompt = load_prompt(model, torch.device("cpu"))
+        assert prompt is not None
+        found.append(Finding("prompt", f"{prompt.shape[1]} rows of text"))
+    except WeightsError as error:
+        found.append(Finding("prompt", str(error), False))
+    if model.live_avatar is not None:
+        try:
+            found.append(Finding("speech model", str(speech_folder(model))))
+        except WeightsError as error:
+            found.append(Finding("speech model", str(error), False))
+    return found
+
+
+def _model_memory(config: Config) -> Finding:
+    from characters_serve.engine.device import choose_device
+
+    held = open_rank(config, config.engine.tensor_parallel)
+    needed = max(held.loaded, held.weights + held.cache)
+    try:
+        device, _ = choose_device(config.engine)
+    except ValueError:
+        device = torch.device("cpu")
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = psutil.virtual_memory().total
     a_rank = " on each GPU" if config.engine.tensor_parallel > 1 else ""
     words = (
-        f"{weights / 1e9:.0f} GB of weights and {cached / 1e9:.0f} GB of cache{a_rank}; "
+        f"{held.weights / 1e9:.0f} GB of weights and {held.cache / 1e9:.0f} GB of cache{a_rank}; "
         f"{there / 1e9:.0f} GB on {'the GPU' if device.type == 'cuda' else 'this machine, no GPU'}"
     )
     return Finding("model's memory", words, needed < there)
