@@ -81,11 +81,11 @@ def load_prompt(model: ModelConfig, device: torch.device) -> Tensor | None:
         text = load_file(file).get("text")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{field}: {file}: {error}") from error
-    rows, columns = model.wan.text_len, model.wan.text_dim
-    if text is None or text.ndim != 2 or text.shape[1] != columns or len(text) > rows:
+    wan = model.wan
+    if text is None or text.ndim != 2 or text.shape[1] != wan.text_dim or len(text) > wan.text_len:
         found = "nothing of that name" if text is None else tuple(text.shape)
         raise WeightsError(
-            f"{field}: {file} has {found}; expected `text` (up to {rows}, {columns})"
+            f"{field}: {file} has {found}; expected `text` (up to {wan.text_len}, {wan.text_dim})"
         )
     return text[None].to(device)
 

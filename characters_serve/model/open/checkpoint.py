@@ -11,6 +11,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,20 +88,19 @@ class Checkpoint:
             slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 (not a mapping)
             stored = {
                 name: _Stored(
-                    file,
-                    tuple(part.get_shape()),
-                    part.get_dtype(),
-                    lambda n=name: shard.get_tensor(n),
+                    file, tuple(part.get_shape()), part.get_dtype(), partial(shard.get_tensor, name)
                 )
                 for name, part in slices.items()
             }
         else:
             # Files in torch's format of before 1.6 cannot be mapped.
             mapped = zipfile.is_zipfile(file)
-            tensors = _entry(torch.load(file, map_location="cpu", mmap=mapped, weights_only=True))
+            held = _entry(torch.load(file, map_location="cpu", mmap=mapped, weights_only=True))
             stored = {
-                name: _Stored(file, tuple(tensor.shape), str(tensor.dtype), lambda t=tensor: t)
-                for name, tensor in tensors.items()
+                name: _Stored(
+                    file, tuple(tensor.shape), str(tensor.dtype), partial(held.__getitem__, name)
+                )
+                for name, tensor in held.items()
             }
         bare = {_without_wrappers(name): value for name, value in stored.items()}
         if len(bare) < len(stored):
