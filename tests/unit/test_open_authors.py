@@ -24,6 +24,8 @@ from tests.parity import FOLDER
 from tests.unit.small_causal_wan import LEVELS, causal_wan
 from tests.unit.small_live_avatar import SMALL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Their code differs by 5e-6 between float32 and float64; LiveAvatar's stated limit is 1e-4.
 WAN_ATOL, AVATAR_ATOL = 2e-5, 1e-4
 FLAGS = {
@@ -53,14 +55,6 @@ STREAMS = {
     "at_read_7": Recorded("inputs_a", 3, 7, 1, "constant"),
     "at_read_9": Recorded("inputs_b", 3, 9, 3, "constant"),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache
