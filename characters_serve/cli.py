@@ -191,6 +191,7 @@ def doctor(config: Config, _options: argparse.Namespace) -> int:
 
 
 def convert(config: Config, options: argparse.Namespace) -> int:
+    from characters_serve.model.open.convert import LIVE_AVATAR_ALPHA
     from characters_serve.model.open.convert import convert as convert_checkpoint
     from characters_serve.model.weights import WeightsError
 
@@ -199,19 +200,31 @@ def convert(config: Config, options: argparse.Namespace) -> int:
             f"model.family: the configuration is of {config.model.family}, not {options.family}; "
             "name the model's file with --config"
         )
+    _check_lora(options)
     try:
         convert_checkpoint(
             config.model,
             options.source,
             options.destination,
             lora=options.lora,
-            lora_alpha=options.lora_alpha,
+            lora_alpha=options.lora_alpha or LIVE_AVATAR_ALPHA,
             vae=options.vae,
         )
     except (OSError, WeightsError) as error:
         return _fail(str(error), EXIT_FAILED)
     print(f"--set model.weights={options.destination}")
     return 0
+
+
+def _check_lora(options: argparse.Namespace) -> None:
+    """What no file tells, and nobody would notice: a base without its LoRA, another scale."""
+    if options.family == "live_avatar" and options.lora is None and not options.merged:
+        raise ConfigError(
+            "--lora: the base model alone is not LiveAvatar; name its LoRA "
+            "(liveavatar.safetensors), or say --merged of a source that has it"
+        )
+    if options.family == "causal_wan" and options.lora and options.lora_alpha is None:
+        raise ConfigError("--lora-alpha: it is not in the LoRA's file; LongLive's is 256")
 
 
 def embed_text(config: Config, options: argparse.Namespace) -> int:
@@ -334,10 +347,10 @@ def _parser() -> argparse.ArgumentParser:
         "convert", parents=[common], help="published weights of an open model to a folder of ours"
     )
     command.add_argument("--family", choices=["live_avatar", "causal_wan"], required=True)
-    command.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
-    command.add_argument(
-        "--lora-alpha", type=float, default=64.0, help="LiveAvatar: 64, LongLive: 256"
-    )
+    lora = command.add_mutually_exclusive_group()
+    lora.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
+    lora.add_argument("--merged", action="store_true", help="LiveAvatar: the source has its LoRA")
+    command.add_argument("--lora-alpha", type=float, help="LiveAvatar: 64; LongLive: 256")
     command.add_argument("--vae", type=Path, metavar="FILE", help="of model.decoder, as published")
     command.add_argument("source", type=Path, help="the checkpoint: a file, or its folder")
     command.add_argument("destination", type=Path, help="the folder to write")

@@ -65,13 +65,17 @@ class WanConfig(Frozen):
     freq_dim: Positive = Field(256, description="sines and cosines of the noise level")
     text_dim: Positive = 4096
     text_len: Positive = Field(512, description="rows that shorter prompts are filled up to")
-    text_embedding: str | None = Field(None, description="safetensors file with `text` (n, dim)")
+    text_embedding: str | None = Field(
+        None, description="safetensors file with `text` (n, dim); else text.safetensors in weights"
+    )
 
 
 class LiveAvatarConfig(Frozen):
     """Audio and the conditions of a LiveAvatar (Wan2.2-S2V) model."""
 
-    wav2vec2: str | None = Field(None, description="folder of the speech model")
+    wav2vec2: str | None = Field(
+        None, description="folder of the speech model; else wav2vec2 in weights"
+    )
     audio_layers: Positive = Field(25, description="hidden states of the speech model, all mixed")
     audio_dim: Positive = 1024
     audio_tokens: Positive = Field(4, description="per latent; one learned token is added")

@@ -11,11 +11,16 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from characters_serve.config import AgentConfig, Config, ServerConfig, secret
+
+if TYPE_CHECKING:
+    from characters_serve.model.dit import CharacterDiT
+    from characters_serve.model.open.wan import WanNetwork
 
 # The embedded character and its session take about 1.2 GB.
 _ENOUGH_MEMORY = 2 * 1024**3
@@ -119,22 +124,10 @@ class RankMemory:
 
 def rank_memory(config: Config, ranks: int, dtype: torch.dtype = torch.bfloat16) -> RankMemory:
     """Of so many ranks. ValueError, with the nearest that can be, if so many cannot share it."""
-    from characters_serve.model.dit import CharacterDiT
     from characters_serve.model.kv_cache import make_cache
-    from characters_serve.model.open.causal_wan import CausalWan
-    from characters_serve.model.open.live_avatar import LiveAvatar
-    from characters_serve.model.shard import deal, narrow
+    from characters_serve.model.shard import narrow
 
-    model = config.model
-    shard = deal(model, ranks)[0]
-    network: CharacterDiT | CausalWan | LiveAvatar
-    with torch.device("meta"):
-        if model.family == "live_avatar":
-            network = LiveAvatar(model, shard)
-        elif model.family == "causal_wan":
-            network = CausalWan(model, None, shard)
-        else:
-            network = CharacterDiT(model, shard)
+    network = _diffusion(config, ranks)
     loaded = weights = sum(map(torch.numel, network.parameters())) * dtype.itemsize
     if config.optimizations.fp8_gemm:
         matrices = (getattr(module, name).weight for module, name in network.projections())
@@ -142,7 +135,7 @@ def rank_memory(config: Config, ranks: int, dtype: torch.dtype = torch.bfloat16)
     # Its size alone: attention in FP8 would ask for the GPU.
     stored = torch.float8_e4m3fn if config.optimizations.fp8_kv_cache else dtype
     flags = config.optimizations.model_copy(update={"fp8_kv_cache": False})
-    cache = make_cache(narrow(model, shard), flags, device="meta", dtype=stored)
+    cache = make_cache(narrow(config.model, network.shard), flags, device="meta", dtype=stored)
     held = [value for value in vars(cache).values() if isinstance(value, torch.Tensor)]
     return RankMemory(loaded, weights, sum(v.numel() * v.element_size() for v in held))
 
@@ -339,7 +332,7 @@ def _sessions_key(server: ServerConfig) -> Finding:
 
 
 def _weights(config: Config) -> Finding:
-    from characters_serve.model.weights import BUILTIN
+    from characters_serve.model.weights import BUILTIN, WeightsError, check_network
 
     model = config.model
     if config.engine.kind == "pattern":
@@ -347,30 +340,70 @@ def _weights(config: Config) -> Finding:
     if model.weights == "synthetic":
         return Finding("weights", "synthetic: seeded random numbers, for speed work only")
     folder = BUILTIN if model.weights == "builtin" else Path(model.weights)
-    missing = [name for name in ("dit", "decoder") if not list(folder.glob(f"{name}*.safetensors"))]
-    if missing:
-        return Finding("weights", f"{folder} has no {' and no '.join(missing)} safetensors", False)
+    try:
+        for name, network in _networks(config).items():
+            check_network(network, folder, name)
+    except WeightsError as error:
+        return Finding("weights", str(error), False)
     return Finding("weights", f"{model.weights} ({folder})")
+
+
+def _networks(config: Config) -> dict[str, torch.nn.Module]:
+    """What is read from the folder of weights, under the names of its files; without memory."""
+    from characters_serve.model.decoders.latent_video import make_autoencoder
+    from characters_serve.model.decoders.reference_warp import VideoDecoder
+
+    model = config.model
+    with torch.device("meta"):
+        warps = model.decoder == "reference_warp"
+        decoder = VideoDecoder(model) if warps else make_autoencoder(model)
+    return {"dit": _diffusion(config, 1), "decoder": decoder}
+
+
+def _diffusion(config: Config, ranks: int) -> CharacterDiT | WanNetwork:
+    """The diffusion model of rank 0, without memory. ValueError where so many cannot share it."""
+    from characters_serve.model.dit import CharacterDiT
+    from characters_serve.model.open.causal_wan import CausalWan
+    from characters_serve.model.open.live_avatar import LiveAvatar
+    from characters_serve.model.shard import deal
+
+    model = config.model
+    shard = deal(model, ranks)[0]
+    with torch.device("meta"):
+        if model.family == "live_avatar":
+            return LiveAvatar(model, shard)
+        if model.family == "causal_wan":
+            return CausalWan(model, None, shard)
+        return CharacterDiT(model, shard)
 
 
 def _open_model(config: Config) -> list[Finding]:
     """What an open family needs beside its own weights, and whether it fits."""
+    from characters_serve.engine.generator import load_prompt
+    from characters_serve.model.open.wav2vec2 import speech_folder
+    from characters_serve.model.weights import WeightsError
+
     model = config.model
     if model.wan is None or config.engine.kind == "pattern":
         return []
     found = [_model_memory(config)]
-    if model.weights != "synthetic":
-        text = model.wan.text_embedding
-        there = text is not None and Path(text).is_file()
-        found.append(Finding("prompt", f"model.wan.text_embedding: {text}", there))
     if model.live_avatar is not None:
         version = _version("transformers")
         words = f"transformers {version}" if version else "transformers is not installed"
         found.append(Finding("speech features", words, version is not None))
-        folder = model.live_avatar.wav2vec2
-        if model.weights != "synthetic":
-            there = folder is not None and (Path(folder) / "config.json").is_file()
-            found.append(Finding("speech model", f"model.live_avatar.wav2vec2: {folder}", there))
+    if model.weights == "synthetic":
+        return found
+    try:
+        prompt = load_prompt(model, torch.device("cpu"))
+        assert prompt is not None
+        found.append(Finding("prompt", f"{prompt.shape[1]} rows of text"))
+    except WeightsError as error:
+        found.append(Finding("prompt", str(error), False))
+    if model.live_avatar is not None:
+        try:
+            found.append(Finding("speech model", str(speech_folder(model))))
+        except WeightsError as error:
+            found.append(Finding("speech model", str(error), False))
     return found
 
 

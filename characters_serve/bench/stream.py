@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,11 @@ class Decoder:
         self._stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self.start = self._decoder.start
+
+    def start(self, image_rgb: bytes) -> None:
+        """On the stream that decodes: what it leaves is the first chunk's past."""
+        with self._on_stream():
+            self._decoder.start(image_rgb)
 
     def submit(self, latent: Tensor, began_s: float, denoised_s: float) -> Callable[[], Chunk]:
         """-> what waits for the frames."""
@@ -150,10 +155,13 @@ class Decoder:
 
     def _decode(self, latent: Tensor, began_s: float, denoised_s: float) -> Chunk:
         started_s = time.perf_counter()
-        with torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext():
+        with self._on_stream():
             frames = self._decoder.decode(latent.to(self.device))
         shown_s = time.perf_counter()
         return Chunk(began_s, denoised_s, shown_s - started_s, shown_s, len(frames))
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     def close(self) -> None:
         if self._thread is not None:

@@ -59,7 +59,8 @@ class CapturedStream:
             for _ in range(_EAGER_CHUNKS):
                 self._planes_of(self._latent)
             torch.cuda.synchronize()
-            with torch.cuda.graph(self._graph):
+            # As a step is captured: a rank that decodes has NCCL's watchdog beside it.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 return self._planes_of(self._latent)
         finally:
             torch.backends.cudnn.benchmark = measuring

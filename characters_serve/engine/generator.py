@@ -74,17 +74,18 @@ def load_prompt(model: ModelConfig, device: torch.device) -> Tensor | None:
         rows = torch.randn(1, model.wan.text_len, model.wan.text_dim, generator=generator)
         return rows.to(device)
     field = "model.wan.text_embedding"
-    if model.wan.text_embedding is None:
-        raise WeightsError(f"{field}: a safetensors file with `text` (rows, text_dim) is needed")
-    file = Path(model.wan.text_embedding)
+    file = Path(model.wan.text_embedding or Path(model.weights) / "text.safetensors")
+    if not file.is_file():
+        raise WeightsError(f"{field}: no {file}; `characters embed-text` makes it of a prompt")
     try:
         text = load_file(file).get("text")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{field}: {file}: {error}") from error
-    if text is None or text.ndim != 2 or text.shape[1] != model.wan.text_dim:
+    wan = model.wan
+    if text is None or text.ndim != 2 or text.shape[1] != wan.text_dim or len(text) > wan.text_len:
         found = "nothing of that name" if text is None else tuple(text.shape)
         raise WeightsError(
-            f"{field}: {file} has {found}; expected `text` (rows, {model.wan.text_dim})"
+            f"{field}: {file} has {found}; expected `text` (up to {wan.text_len}, {wan.text_dim})"
         )
     return text[None].to(device)
 

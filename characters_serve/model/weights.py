@@ -2,8 +2,9 @@
 
 A checkpoint is a folder with `dit*.safetensors` and `decoder*.safetensors`; a network may be cut
 into any number of files. Keys and shapes must match exactly: a missing, unknown or misshapen key
-is an error that names it. `builtin` is the embedded character in the package's assets;
-`synthetic` are seeded random numbers, for speed work on shapes that have no public weights.
+is an error that names it, before any tensor is read. `builtin` is the embedded character in the
+package's assets; `synthetic` are seeded random numbers, for speed work on shapes that have no
+public weights.
 
 A tensor-parallel rank reads and makes its own part only, in the target's format and on its device:
 of 57 billion parameters a float32 copy would take 229 GB. The whole model is the same for every
@@ -13,6 +14,7 @@ number of ranks.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,11 @@ from characters_serve.model.shard import Shard
 BUILTIN = Path(__file__).parent.parent / "assets" / "tiny"
 
 _SMALL_STD = 0.02
+_FLOATS = {
+    *("F64", "F32", "F16", "BF16"),
+    *map(str, (torch.float64, torch.float32, torch.float16, torch.bfloat16)),
+}
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 
 
 class WeightsError(ValueError):
@@ -159,40 +166,81 @@ def _fill_normal(into: Tensor, std: float, seed: str) -> None:
     into.copy_(values.normal_(std=std, generator=generator))
 
 
-@torch.no_grad()
-def _load(network: nn.Module, cuts: dict[str, Cut], folder: Path, name: str) -> None:
+def check_network(network: nn.Module, folder: Path, name: str) -> dict[Path, list[str]]:
+    """Holds the files `name*.safetensors` against the network, by their headers alone.
+
+    The network may be on the meta device. Returns the keys of each file. Raises WeightsError.
+    """
     files = sorted(folder.glob(f"{name}*.safetensors"))
     if not files:
-        raise WeightsError(f"model.weights: no {name}*.safetensors in {folder}")
-    missing = dict(network.state_dict())
+        raise WeightsError(
+            f"model.weights: no {name}*.safetensors in {folder}; `characters convert` makes them "
+            "of a published checkpoint and its --vae"
+        )
+    refuse_absent_shards(files)
+    cuts, missing, found = cuts_of(network), dict(network.state_dict()), {}
     for file in files:
         try:
-            _load_file(file, cuts, missing)
-        except SafetensorError as error:
+            with safe_open(file, framework="pt") as stored:
+                found[file] = list(stored.keys())
+                for key in found[file]:
+                    if key not in missing:
+                        raise WeightsError(f"{file}: unknown or repeated key {key}")
+                    _check_tensor(file, key, stored.get_slice(key), missing.pop(key), cuts.get(key))
+        except (OSError, SafetensorError) as error:
             raise WeightsError(f"{file}: {error}") from error
     if missing:
         raise WeightsError(f"{folder}: missing keys {', '.join(sorted(missing)[:8])}")
+    return found
 
 
-def _load_file(file: Path, cuts: dict[str, Cut], missing: dict[str, Tensor]) -> None:
-    """Copies the file's tensors, or the parts wanted, into the model's; strikes them off the list.
+def _check_tensor(file: Path, key: str, stored: Any, into: Tensor, cut: Cut | None) -> None:
+    shape, whole = tuple(stored.get_shape()), list(into.shape)
+    if cut is not None:
+        whole[cut.dim] = cut.size
+    if shape != tuple(whole):
+        raise WeightsError(f"{file}: {key} is {shape}, the model has {tuple(whole)}")
+    refuse_quantised(file, key, stored.get_dtype())
+
+
+def refuse_quantised(file: Path, key: str, dtype: str) -> None:
+    """dtype: as safetensors or torch names it. Copied, such numbers would silently lack a scale."""
+    if dtype not in _FLOATS:
+        raise WeightsError(
+            f"{file}: {key} is in {dtype}; quantised weights are not read: float32, float16 or "
+            "bfloat16 is needed"
+        )
+
+
+def refuse_absent_shards(files: list[Path]) -> None:
+    """files: of one folder; `X-00001-of-00003.safetensors` says that there are two more."""
+    present = {file.name for file in files}
+    for file in files:
+        shard = _SHARD.fullmatch(file.name)
+        if shard is None:
+            continue
+        name, count, ending = shard.groups()
+        numbered = (f"{name}-{number:05}-of-{count}{ending}" for number in range(1, int(count) + 1))
+        if absent := [name for name in numbered if name not in present]:
+            raise WeightsError(f"{file.parent}: missing files {', '.join(absent[:8])}")
+
+
+@torch.no_grad()
+def _load(network: nn.Module, cuts: dict[str, Cut], folder: Path, name: str) -> None:
+    """Copies what the files hold, or the parts wanted, into the model's tensors.
 
     Of a cut tensor only the rank's runs are read from the disk.
     """
-    with safe_open(file, framework="pt") as stored:
-        for key in stored.keys():  # noqa: SIM118 (not a mapping)
-            if key not in missing:
-                raise WeightsError(f"{file}: unknown or repeated key {key}")
-            into, value, cut = missing.pop(key), stored.get_slice(key), cuts.get(key)
-            shape, whole = tuple(value.get_shape()), list(into.shape)
-            if cut is not None:
-                whole[cut.dim] = cut.size
-            if shape != tuple(whole):
-                raise WeightsError(f"{file}: {key} is {shape}, the model has {tuple(whole)}")
-            if cut is None:
-                into.copy_(stored.get_tensor(key))
-                continue
-            parts = torch.split(into, [len(run) for run in cut.runs], cut.dim)
-            for part, run in zip(parts, cut.runs, strict=True):
-                rows = slice(run.start, run.stop)
-                part.copy_(value[rows] if cut.dim == 0 else value[:, rows])
+    state = network.state_dict()
+    for file, keys in check_network(network, folder, name).items():
+        with safe_open(file, framework="pt") as stored:
+            for key in keys:
+                into, cut = state[key], cuts.get(key)
+                if cut is None:
+                    into.copy_(stored.get_tensor(key))
+                    continue
+                value = stored.get_slice(key)
+                parts = torch.split(into, [len(run) for run in cut.runs], cut.dim)
+                for part, run in zip(parts, cut.runs, strict=True):
+                    rows = slice(run.start, run.stop)
+                    part.copy_(value[rows] if cut.dim == 0 else value[:, rows])

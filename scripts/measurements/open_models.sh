@@ -43,21 +43,23 @@ if [ "$gpus" -lt 2 ]; then
   part gpu_open 110 "$python" -m pytest -q --maxfail=5 -c /dev/null --rootdir . \
     -p no:cacheprovider tests/kernels/test_gpu_open.py
   stream ti2v_5b_frame_wise_taehv 65 longlive-5b "${frame_wise[@]}" --set model.decoder=taehv
-  stream self_forcing_1_3b 65 self-forcing-1.3b
-  stream live_avatar_tp1 110 live-avatar-14b
-  stream self_forcing_1_3b_taehv 50 self-forcing-1.3b --set model.decoder=taehv
+  stream self_forcing_1_3b_taehv 60 self-forcing-1.3b --set model.decoder=taehv
+  stream live_avatar_tp1_taehv 110 live-avatar-14b --set model.decoder=taehv
+  # The published autoencoder on the same GPU, on its fast path.
+  stream self_forcing_1_3b_wan21 55 self-forcing-1.3b --set optimizations.fast_decoder=true
   stream ti2v_5b_frame_wise_plain 60 longlive-5b "${frame_wise[@]}" --set model.decoder=taehv \
     --config configs/plain.yaml
-  stream live_avatar_plain 80 live-avatar-14b --config configs/plain.yaml
+  stream live_avatar_plain 80 live-avatar-14b --set model.decoder=taehv --config configs/plain.yaml
 else
   tp2=(--set engine.tensor_parallel=2 --set model.decoder=taehv)
   stream live_avatar_tp2_taehv 140 live-avatar-14b "${tp2[@]}"
   # Nothing is decoded while a step runs: what the two ranks do by themselves.
   stream live_avatar_tp2_steps 110 live-avatar-14b "${tp2[@]}" \
     --set optimizations.dedicated_decoder=false
-  stream ti2v_5b_frame_wise_wan22 80 longlive-5b "${frame_wise[@]}"
-  stream live_avatar_decoder_apart 100 live-avatar-14b
-  stream live_avatar_tp2_wan21 110 live-avatar-14b --set engine.tensor_parallel=2
+  fast=(--set optimizations.fast_decoder=true)
+  stream ti2v_5b_frame_wise_wan22 80 longlive-5b "${frame_wise[@]}" "${fast[@]}"
+  stream live_avatar_decoder_apart 100 live-avatar-14b "${fast[@]}"
+  stream live_avatar_tp2_wan21 110 live-avatar-14b --set engine.tensor_parallel=2 "${fast[@]}"
 fi
 "$python" - "$out" <<'PYTHON'
 import json

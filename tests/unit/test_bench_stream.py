@@ -47,7 +47,9 @@ def test_a_talkers_stream_is_timed() -> None:
 def measured(model: ModelConfig, ranks: int, dedicated: bool) -> dict[str, Any]:
     threads = torch.get_num_threads()
     optimizations = Optimizations(dedicated_decoder=dedicated, **FAST)
-    engine = EngineConfig(device="cpu", dtype="float32", tensor_parallel=ranks, degraded_passes=4)
+    engine = EngineConfig(
+        device="cpu", dtype="float32", tensor_parallel=ranks, degraded_passes=4, idle_passes=4
+    )
     try:
         return measure(Config(model=model, optimizations=optimizations, engine=engine), 0.0)
     finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,8 @@ from tests.unit.small_causal_wan import (
 )
 from tests.unit.small_live_avatar import drawn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What the authors' code differs by between float32 and float64 is 5e-6.
 ATOL = 2e-5
@@ -46,14 +47,6 @@ FLAGS = {
     "ring": Optimizations(precomputed_modulation=False),
     "as shipped": Optimizations(),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,8 @@ from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
 from characters_serve.model.decoders.stream import StreamState
 from characters_serve.model.weights import WeightsError, load_decoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 SETTINGS = {
@@ -44,14 +45,6 @@ def latents_of(model: ModelConfig, seed: int, count: int = 3) -> list[Tensor]:
     random = torch.Generator().manual_seed(seed)
     shape = (model.video_tokens, model.token_channels)
     return [torch.randn(shape, generator=random) for _ in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from characters_serve.model.open.convert import Lora, convert
 from characters_serve.model.open.live_avatar import LiveAvatar
 from characters_serve.model.open.recipes import lora_targets, recipes_for
 from characters_serve.model.weights import WeightsError, load_decoder, load_network
+from tests.unit.small_causal_wan import causal_wan
 from tests.unit.small_live_avatar import SMALL, drawn, network, published
 
 AUTHORS = Path(__file__).parents[1] / "data" / "parity" / "live_avatar" / "authors.npz"
@@ -195,6 +196,20 @@ def test_pickled_files_are_read_under_their_training_names(
     assert torch.equal(checkpoint.get("blocks.1.ffn.0.bias"), state["blocks.1.ffn.0.bias"])
 
 
+def test_a_file_in_torchs_older_format_is_read(state: dict[str, Tensor], tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "model.pth", _use_new_zipfile_serialization=False)
+    checkpoint = Checkpoint(tmp_path / "model.pth")
+    assert checkpoint.names == state.keys()
+    assert torch.equal(checkpoint.get("blocks.1.ffn.0.bias"), state["blocks.1.ffn.0.bias"])
+
+
+def test_an_object_in_a_pickled_file_is_named_without_advice_to_run_it(tmp_path: Path) -> None:
+    torch.save({"generator": {"w": torch.zeros(1)}, "at": Path("x")}, tmp_path / "model.pt")
+    with pytest.raises(WeightsError, match=r"model\.pt: it holds a pathlib\S+; only") as refused:
+        Checkpoint(tmp_path / "model.pt")
+    assert "weights_only" not in str(refused.value) and "\n" not in str(refused.value)
+
+
 class _Payload:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, ("/this/must/not/be/made",)
@@ -208,7 +223,10 @@ def test_what_holds_no_weights_is_refused(held: object, tmp_path: Path) -> None:
 
 
 def test_a_folder_or_file_without_tensors_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"no \*\.safetensors in "):
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors in .*; it holds nothing"):
+        Checkpoint(tmp_path)
+    (tmp_path / "transformer").mkdir()
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors in .*; it holds transformer"):
         Checkpoint(tmp_path)
     (tmp_path / "broken.safetensors").write_bytes(b"no header")
     with pytest.raises(WeightsError, match=r"broken\.safetensors"):
@@ -243,6 +261,41 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(
         convert(SMALL, tmp_path / "all.safetensors", tmp_path / "ours")
     assert says in str(refused.value) and "all.safetensors" in str(refused.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_checkpoints_are_refused(
+    dtype: torch.dtype, suffix: str, state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    changed = state | {"blocks.0.ffn.0.weight": state["blocks.0.ffn.0.weight"].to(dtype)}
+    save = save_file if suffix == "safetensors" else torch.save
+    save(changed, tmp_path / f"quantised.{suffix}")
+    with pytest.raises(WeightsError, match=r"blocks\.0\.ffn\.0\.weight is in .*; quantised") as no:
+        convert(SMALL, tmp_path / f"quantised.{suffix}", tmp_path / "ours")
+    assert f"quantised.{suffix}" in str(no.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_half_precision_is_read(state: dict[str, Tensor], tmp_path: Path) -> None:
+    half = {name: value.half() for name, value in state.items()}
+    save_file(half, tmp_path / "half.safetensors")
+    files = convert(SMALL, tmp_path / "half.safetensors", tmp_path / "ours", dtype=torch.float32)
+    assert torch.equal(loaded(files)["blocks.0.ffn.0.bias"], half["blocks.0.ffn.0.bias"].float())
+
+
+def test_a_missing_shard_is_named(source: Path, tmp_path: Path) -> None:
+    gone = "diffusion_pytorch_model-00002-of-00003.safetensors"
+    (source / gone).unlink()
+    with pytest.raises(WeightsError, match=f"published: missing files {gone}$"):
+        convert(SMALL, source, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", ["blocks.0.attn1.to_q.weight", "decoder.conv_in.weight"])
+def test_diffusers_layout_is_told_by_its_names(name: str, tmp_path: Path) -> None:
+    save_file({name: torch.zeros(2)}, tmp_path / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(WeightsError, match="diffusers' layout; the authors' own is needed"):
+        convert(SMALL, tmp_path, tmp_path / "ours")
 
 
 def test_the_autoencoder_comes_along_in_its_own_precision(source: Path, tmp_path: Path) -> None:
@@ -280,7 +333,7 @@ def test_the_command_converts_and_says_what_is_wrong(
     config = tmp_path / "small.yaml"
     model = SMALL.model_dump_json()
     config.write_text(f'{{"model": {model}, "engine": {{"degraded_passes": 4, "idle_passes": 4}}}}')
-    arguments = ["convert", "--config", str(config), "--family", "live_avatar"]
+    arguments = ["convert", "--config", str(config), "--family", "live_avatar", "--merged"]
     into = tmp_path / "ours"
     assert cli.main([*arguments, str(source), str(into)]) == 0
     said = capsys.readouterr()
@@ -292,3 +345,22 @@ def test_the_command_converts_and_says_what_is_wrong(
     assert "nowhere" in capsys.readouterr().err
     assert cli.main([*arguments[:1], *arguments[3:], str(source), "x"]) == cli.EXIT_CONFIG
     assert "model.family" in capsys.readouterr().err
+
+
+def test_a_lora_and_its_scale_are_not_forgotten(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A base model converts as well without, and looks like a bad LiveAvatar."""
+    talker, film = tmp_path / "talker.yaml", tmp_path / "film.yaml"
+    passes = '"engine": {"degraded_passes": 4, "idle_passes": 4}'
+    talker.write_text(f'{{"model": {SMALL.model_dump_json()}, {passes}}}')
+    film.write_text(f'{{"model": {causal_wan().model_dump_json()}}}')
+    places = [str(source), str(tmp_path / "ours")]
+    for config, family, more, says in (
+        (talker, "live_avatar", [], "liveavatar.safetensors"),
+        (film, "causal_wan", ["--lora", "lora.pt"], "--lora-alpha: "),
+    ):
+        command = ["convert", "--config", str(config), "--family", family, *more, *places]
+        assert cli.main(command) == cli.EXIT_CONFIG
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "ours").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +20,8 @@ from characters_serve.model.decoders.wan_layers import WanVAE, norm_silu_after_p
 from tests.parity import FOLDER, Recording, inputs
 
 # Some times what float32 and float64 differ by in the authors' code; values reach 3.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ATOL = 2e-5
 
 PUBLISHED: dict[str, Callable[[], WanVAE | TAEHV]] = {
@@ -36,15 +38,6 @@ NAMES = list(PUBLISHED)
 WAN = ["wan21_vae", "wan22_vae"]
 # One of each kind, where the others would say the same.
 KINDS = [*WAN, "taew2_1"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Layers this small are slower on two threads, and far slower when another process runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @functools.cache

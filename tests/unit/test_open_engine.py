@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,8 @@ from characters_serve.model.open.live_avatar import LiveAvatarGenerator
 from characters_serve.model.weights import WeightsError
 from characters_serve.session.chunker import Chunker
 from tests.unit import small_causal_wan, small_live_avatar
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Short of motion: 25 still frames are encoded for it, not 73.
 SMALL = ModelConfig.model_validate(
@@ -119,13 +122,22 @@ def test_the_prompt_is_read_from_its_file(tmp_path: Path) -> None:
     assert found is not None and torch.equal(found, text[None])
 
 
+def test_a_prompt_beside_the_weights_needs_no_name(tmp_path: Path) -> None:
+    text = torch.randn(5, 24)
+    save_file({"text": text}, tmp_path / "text.safetensors")
+    found = load_prompt(with_text(None).model_copy(update={"weights": str(tmp_path)}), CPU)
+    assert found is not None and torch.equal(found, text[None])
+
+
 def test_a_prompt_that_is_none_is_named(tmp_path: Path) -> None:
     save_file({"text": torch.zeros(5, 23)}, tmp_path / "narrow.safetensors")
     save_file({"words": torch.zeros(5, 24)}, tmp_path / "words.safetensors")
+    save_file({"text": torch.zeros(9, 24)}, tmp_path / "long.safetensors")
     for file, says in (
-        (None, r"text_embedding: a safetensors file"),
+        (None, r"text_embedding: no /somewhere/text\.safetensors; `characters embed-text`"),
         (tmp_path / "nowhere.safetensors", "nowhere"),
-        (tmp_path / "narrow.safetensors", r"has \(5, 23\); expected `text` \(rows, 24\)"),
+        (tmp_path / "narrow.safetensors", r"has \(5, 23\); expected `text` \(up to 8, 24\)"),
+        (tmp_path / "long.safetensors", r"has \(9, 24\); expected `text` \(up to 8, 24\)"),
         (tmp_path / "words.safetensors", "has nothing of that name"),
     ):
         with pytest.raises(WeightsError, match=says):
@@ -161,6 +173,11 @@ def test_doctor_says_what_fits_and_what_is_missing(
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         verdict = {finding.subject: finding.good for finding in examine(config)}
         assert torch.cuda.is_available() or verdict["model's memory"] == fits
+    # What the groups' layout is judged by is the same.
+    held = found["gpu placement"].words
+    gib = [float(n) for n in re.findall(r"([\d.]+) GiB of (?:weights|cache)", held)]
+    gb = [float(n) for n in re.findall(r"(\d+) GB of (?:weights|cache)", says)]
+    assert [n * 1024**3 / 1e9 for n in gib] == pytest.approx(gb, abs=0.6)
     embedded = {finding.subject for finding in examine(load_config())}
     assert not embedded & {"model's memory", "prompt", "speech model"}
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from characters_serve.config import ModelConfig
@@ -20,6 +21,8 @@ from characters_serve.model.open.wav2vec2 import (
 from characters_serve.model.weights import WeightsError
 from characters_serve.session.chunker import window_geometry
 from tests.unit.small_live_avatar import SMALL, drawn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 AUTHORS = Path(__file__).parents[1] / "data" / "parity" / "live_avatar" / "authors.npz"
 CPU = torch.device("cpu")
@@ -110,8 +113,28 @@ def test_silence_is_silence() -> None:
     assert found.isfinite().all()
 
 
+def test_the_folder_beside_the_weights_is_read_and_must_be_whole(tmp_path: Path) -> None:
+    network: Any = features(SMALL).network
+    folder = tmp_path / "wav2vec2"
+    network.save_pretrained(folder)
+    model = SMALL.model_copy(update={"weights": str(tmp_path)})
+    found: Any = load_speech_features(model, device=CPU, dtype=torch.float32).network
+    for key, value in network.state_dict().items():
+        assert torch.equal(found.state_dict()[key], value), key
+
+    file = folder / "model.safetensors"
+    state = load_file(file)
+    cut = "encoder.layers.1.attention.q_proj.weight"
+    save_file({key: value for key, value in state.items() if key != cut}, file, {"format": "pt"})
+    with pytest.raises(WeightsError, match=f"wav2vec2: missing keys {cut}"):
+        load_speech_features(model, device=CPU, dtype=torch.float32)
+    file.unlink()
+    with pytest.raises(WeightsError, match="wav2vec2: "):
+        load_speech_features(model, device=CPU, dtype=torch.float32)
+
+
 def test_a_folder_that_is_none_is_named() -> None:
     pytest.importorskip("transformers", reason="the extra `open` is not installed")
     model = SMALL.model_copy(update={"weights": "/nowhere"})
-    with pytest.raises(WeightsError, match=r"live_avatar\.wav2vec2: None"):
+    with pytest.raises(WeightsError, match=r"wav2vec2: no config\.json in /nowhere/wav2vec2"):
         load_speech_features(model, device=CPU, dtype=torch.float32)

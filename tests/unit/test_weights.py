@@ -92,9 +92,9 @@ def test_a_network_may_be_cut_into_files(checkpoint: Path) -> None:
     assert all(torch.equal(cut[key], whole[key]) for key in keys)
 
     (checkpoint / "dit-00002-of-00003.safetensors").unlink()
-    with pytest.raises(WeightsError, match="missing keys") as refused:
+    with pytest.raises(WeightsError, match=r"missing files dit-00002-of-00003\.saf") as refused:
         loaded("dit", checkpoint)
-    assert str(checkpoint) in str(refused.value) and keys[1] in str(refused.value)
+    assert str(checkpoint) in str(refused.value)
 
 
 def test_a_key_in_two_files_is_refused(checkpoint: Path) -> None:
@@ -126,6 +126,24 @@ def test_a_misshapen_key_is_named(checkpoint: Path, shape: tuple[int, ...]) -> N
     said = str(refused.value)
     assert str(checkpoint / "dit.safetensors") in said
     assert "blocks.1.q_norm.weight" in said and str(shape) in said and "(32,)" in said
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_numbers_are_refused(dtype: torch.dtype, checkpoint: Path) -> None:
+    """Copied as they are, they would lack their scale, without a word."""
+    rewrite(checkpoint, {"blocks.1.q_norm.weight": torch.ones(32).to(dtype)})
+    with pytest.raises(WeightsError, match=r"q_norm\.weight is in .*; quantised") as refused:
+        loaded("dit", checkpoint)
+    assert str(checkpoint / "dit.safetensors") in str(refused.value)
+
+
+def test_everything_is_checked_before_anything_is_read(
+    checkpoint: Path, read: Counter[str]
+) -> None:
+    save_file({"unknown": torch.zeros(2)}, checkpoint / "dit-last.safetensors")
+    with pytest.raises(WeightsError, match="unknown or repeated key unknown"):
+        loaded("dit", checkpoint)
+    assert not read
 
 
 def test_a_folder_without_the_network_is_named(checkpoint: Path) -> None:
@@ -223,6 +241,10 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         def get_shape(self) -> list[int]:
             shape: list[int] = self.stored.get_shape()
             return shape
+
+        def get_dtype(self) -> str:
+            dtype: str = self.stored.get_dtype()
+            return dtype
 
         def __getitem__(self, index: Any) -> Tensor:
             value: Tensor = self.stored[index]

@@ -22,7 +22,10 @@ from characters_serve.model.open.checkpoint import Checkpoint, missing_key
 from characters_serve.model.open.recipes import Recipe, Recipes, lora_targets, recipes_for
 from characters_serve.model.weights import WeightsError
 
+LIVE_AVATAR_ALPHA = 64.0
 _SHARD_BYTES = 4 * 1024**3
+# In a transformer's names, and in an autoencoder's.
+_DIFFUSERS = (".attn1.", ".conv_in.")
 
 
 class Lora:
@@ -77,7 +80,7 @@ def convert(
     destination: Path,
     *,
     lora: Path | None = None,
-    lora_alpha: float = 64.0,
+    lora_alpha: float = LIVE_AVATAR_ALPHA,
     vae: Path | None = None,
     dtype: torch.dtype = torch.bfloat16,
     shard_bytes: int = _SHARD_BYTES,
@@ -148,15 +151,19 @@ def _write(
 
 
 def _check(checkpoint: Checkpoint, recipes: Recipes, changes: Lora | None) -> None:
+    if any(mark in name for name in checkpoint.names for mark in _DIFFUSERS):
+        raise WeightsError(
+            f"{checkpoint.path}: its names are of diffusers' layout; the authors' own is needed"
+        )
     needed = {name: shape for r in recipes.values() for name, shape in r.sources.items()}
     for name, shape in needed.items():
         found = checkpoint.shape(name)
         if found != shape:
-            raise WeightsError(f"{checkpoint.path}: {name} is {found}, the model has {shape}")
+            raise WeightsError(f"{checkpoint.file(name)}: {name} is {found}, the model has {shape}")
         if changes is not None:
             changes.check(name, shape)
     for unknown in sorted(checkpoint.names - needed.keys()):
-        raise WeightsError(f"{checkpoint.path}: unknown key {unknown}")
+        raise WeightsError(f"{checkpoint.file(unknown)}: unknown key {unknown}")
 
 
 def _elements(recipe: Recipe) -> int:

@@ -271,8 +271,10 @@ EncodeStill = Callable[[Tensor, int], Tensor]
 class LiveAvatarGenerator(nn.Module):
     """The network with what it needs around it: a speech model, and an encoder of the reference.
 
-    A session's conditions are its picture standing still, as the authors' multi-GPU pipeline has
-    it: the first latent is the reference, all of them are the motion before the stream.
+    A session's conditions are its picture standing still, as the authors' multi-GPU pipeline
+    begins: the first latent is the reference, all of them are the motion before the stream. That
+    pipeline then takes the stream's own first latent for the reference, from the second clip on;
+    here it stays the picture, as in their single-GPU one.
     """
 
     def __init__(self, dit: LiveAvatar, hear: nn.Module, encode_still: EncodeStill) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from characters_serve.config import WanConfig
+from characters_serve.model.open.checkpoint import pretrained
 from characters_serve.model.weights import WeightsError
 
 
@@ -35,7 +36,7 @@ def embed_text(
     from transformers import AutoTokenizer, UMT5EncoderModel
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    encoder: Any = UMT5EncoderModel.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    encoder = pretrained(UMT5EncoderModel, folder, dtype=dtype)
     if encoder.config.d_model != wan.text_dim:
         raise WeightsError(
             f"{folder}: rows of {encoder.config.d_model}, the model takes {wan.text_dim}"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from characters_serve.config import ModelConfig
+from characters_serve.model.open.checkpoint import pretrained
 from characters_serve.model.weights import WeightsError
 
 _STEPS_PER_FRAME = 2
@@ -73,7 +74,7 @@ def interpolated(steps_BLTA: Tensor, positions: Tensor) -> Tensor:
 def load_speech_features(
     model: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> SpeechFeatures:
-    """From `live_avatar.wav2vec2`; with synthetic weights seeded random numbers of its sizes."""
+    """From `speech_folder`; with synthetic weights seeded random numbers of its sizes."""
     if importlib.util.find_spec("transformers") is None:
         raise WeightsError(
             "model.family live_avatar needs transformers: pip install 'characters-serve[open]'"
@@ -86,13 +87,8 @@ def load_speech_features(
         torch.manual_seed(seed)
         network: Any = Wav2Vec2Model(Wav2Vec2Config(**_sizes(own.audio_layers, own.audio_dim)))
     else:
-        folder = Path(own.wav2vec2 or "")
-        if own.wav2vec2 is None or not (folder / "config.json").is_file():
-            raise WeightsError(
-                f"live_avatar.wav2vec2: {own.wav2vec2}; expected the folder of "
-                "wav2vec2-large-xlsr-53-english, with its config.json"
-            )
-        network = Wav2Vec2Model.from_pretrained(folder, local_files_only=True)
+        folder = speech_folder(model)
+        network = pretrained(Wav2Vec2Model, folder)
         sizes = network.config
         if (sizes.num_hidden_layers + 1, sizes.hidden_size) != (own.audio_layers, own.audio_dim):
             raise WeightsError(
@@ -101,6 +97,18 @@ def load_speech_features(
             )
     network = network.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return SpeechFeatures(network, model)
+
+
+def speech_folder(model: ModelConfig) -> Path:
+    """`live_avatar.wav2vec2`, or `wav2vec2` in the folder of weights. Raises WeightsError."""
+    assert model.live_avatar is not None
+    folder = Path(model.live_avatar.wav2vec2 or Path(model.weights) / "wav2vec2")
+    if not (folder / "config.json").is_file():
+        raise WeightsError(
+            f"model.live_avatar.wav2vec2: no config.json in {folder}; expected the folder "
+            "wav2vec2-large-xlsr-53-english of the base model"
+        )
+    return folder
 
 
 def _sizes(layers: int, dim: int) -> dict[str, Any]:
