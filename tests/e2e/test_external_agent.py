@@ -103,7 +103,8 @@ class Talk:
 
 @asynccontextmanager
 async def talk(server: Server) -> AsyncIterator[Talk]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+    fresh = httpx.Limits(max_keepalive_connections=0)  # the server closes those that idle
+    async with httpx.AsyncClient(base_url=server.url, timeout=20, limits=fresh) as http:
         created = await http.post("/v1/sessions", json={"character": "mira"})
         assert created.status_code == 201, created.text
         made = Talk(server, http, created.json())
