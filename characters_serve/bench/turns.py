@@ -336,6 +336,7 @@ def measure(
         "turns": len(turns),
         "sessions": num_sessions,
         "answered": sum(1 for turn in turns if turn["stages_ms"]),
+        "heard": sum(1 for turn in turns if "heard" in turn["stages_ms"]),
         "turn_s_median": _seconds(stages_ms, "heard", "median"),
         "turn_s_p95": _seconds(stages_ms, "heard", "p95"),
         "agent_s_median": _seconds(stages_ms, "first_audio", "median"),
