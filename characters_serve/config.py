@@ -448,6 +448,16 @@ class ToolConfig(Frozen):
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
 
 
+class LinesConfig(Frozen):
+    """What is said beside the replies. null: the script's words, or nothing where the language is
+    not English."""
+
+    greeting: str | None = None
+    filler: str | None = Field(None, description="while a reply takes its time")
+    pardon: str | None = Field(None, description="to speech in which no word was recognised")
+    apology: str | None = Field(None, description="for a reply that failed")
+
+
 class RealtimeConfig(Frozen):
     """An endpoint of the OpenAI Realtime event protocol."""
 
@@ -468,6 +478,7 @@ class AgentConfig(Frozen):
     voice: str = Field("heart", description="heart, piper, or a Piper voice file")
     language: str = Field("en", pattern="^[a-z]{2,3}$", description="other than en needs whisper")
     chat: ChatConfig = ChatConfig()
+    lines: LinesConfig = LinesConfig()
     realtime: RealtimeConfig = RealtimeConfig()
     end_of_turn: Literal["auto", "words", "melody"] = "auto"
     end_of_turn_silence_s: Seconds = 0.5

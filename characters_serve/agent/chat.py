@@ -32,13 +32,19 @@ class Chat:
     """One session's chat endpoint. `reply` may be cancelled at any time: the request then ends."""
 
     def __init__(
-        self, config: ChatConfig, persona: Persona, environment: Mapping[str, str]
+        self,
+        config: ChatConfig,
+        persona: Persona,
+        environment: Mapping[str, str],
+        language: str = "en",
     ) -> None:
         assert config.base_url is not None
         self.description = f"{config.model} at {httpx.URL(config.base_url).host}"
         self._config = config
         self._url = f"{config.base_url.rstrip('/')}/chat/completions"
         self._system = system_prompt(persona)
+        if language != "en":
+            self._system += f"\nSpeak the language with the ISO 639 code {language!r}."
         key = secret(config.api_key_env, environment)
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(config.timeout_s),

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -167,7 +168,11 @@ class LocalAgent:
         self._clock_s = clock_s
         self._calendar = calendar
         self._persona = ScriptedPersona(start.persona, zlib.crc32(start.session_id.encode()))
-        self._chat = Chat(config.chat, start.persona, environment) if config.chat.base_url else None
+        self._english = config.language == "en"
+        self._lines = config.lines
+        self._chat: Chat | None = None
+        if config.chat.base_url:
+            self._chat = Chat(config.chat, start.persona, environment, config.language)
         self._filler_after_s = config.chat.filler_after_s
         self._end_silence_s = config.end_of_turn_silence_s
         rules = TurnRules(
@@ -217,7 +222,8 @@ class LocalAgent:
             asyncio.create_task(self._watch_microphone(), name="agent-microphone"),
         ]
         if self._greet:
-            self.say(self._persona.greeting(self._calendar()))
+            greeting = partial(self._persona.greeting, self._calendar())
+            self.say(self._line(self._lines.greeting, greeting))
         return AgentStarted(
             self.session_id,
             listener=self._models.ears.description,
@@ -354,7 +360,8 @@ class LocalAgent:
         """How long the silence must last, as soon as the words are there; the melody may follow."""
         if not self._lasts(pause) or pause.words is None:
             return
-        wait_s = silence_to_end(pause.words, self._end_silence_s, pause.over)
+        words = pause.words if self._english else ""  # the melody alone
+        wait_s = silence_to_end(words, self._end_silence_s, pause.over)
         sure = pause.judged and pause.settled and pause.words
         self._turns.end_after(wait_s, wait_s - _AHEAD_S if sure else math.inf)
 
@@ -471,7 +478,8 @@ class LocalAgent:
             self._enqueue(heard, answers=True, turn=turn)
         elif speech_s >= _PARDON_SPEECH_S and not self._asked_pardon:
             self._asked_pardon = True
-            self._enqueue(self._persona.pardon(), answers=False, turn=turn)
+            pardon = self._line(self._lines.pardon, self._persona.pardon)
+            self._enqueue(pardon, answers=False, turn=turn)
 
     # ------------------------------------------------------------ utterances
 
@@ -576,6 +584,12 @@ class LocalAgent:
             last=False,
         )
 
+    def _line(self, own: str | None, script: Callable[[], str]) -> str:
+        """What is said beside the replies; empty, thus not said, where nobody has written it."""
+        if own is not None:
+            return own
+        return script() if self._english else ""
+
     async def _sentences(self, job: Job) -> AsyncGenerator[str, None]:
         if not job.answers:
             for sentence in split_sentences(job.text):
@@ -599,7 +613,7 @@ class LocalAgent:
                     if self._filler_after_s:
                         await asyncio.wait([first], timeout=self._filler_after_s)
                     if self._filler_after_s and not first.done():
-                        yield self._persona.filler()
+                        yield self._line(self._lines.filler, self._persona.filler)
                     found = await first
                 finally:
                     first.cancel()
@@ -612,7 +626,7 @@ class LocalAgent:
         except ChatFailed as error:
             log.warning("%s", error)
             self._emit(AgentError(self.session_id, str(error)))
-            yield self._persona.apology()
+            yield self._line(self._lines.apology, self._persona.apology)
 
     def _emit(self, event: AgentEvent) -> None:
         if self._open:

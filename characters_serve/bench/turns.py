@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import wave
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ WATCH_JS: Final = """
   window.RTCPeerConnection = class extends Peer {
     constructor(...options) {
       super(...options);
+      window.turnPeer = this;
       this.addEventListener("track", ({ track }) => {
         if (track.kind !== "audio") return;
         const context = new AudioContext();
@@ -112,6 +114,22 @@ WATCH_JS: Final = """
     return stream;
   };
 })();
+"""
+# What the browser missed: freezes of the picture, and sound that it made up.
+MISSED_JS: Final = """
+async () => {
+  const missed = {};
+  for (const stats of (await turnPeer.getStats()).values()) {
+    if (stats.type !== "inbound-rtp") continue;
+    if (stats.kind === "video") {
+      missed.freezes = stats.freezeCount;
+      missed.frozen_ms = 1000 * stats.totalFreezesDuration;
+    } else {
+      missed.concealed_ms = (stats.concealedSamples - stats.silentConcealedSamples) / 48;
+    }
+  }
+  return missed;
+}
 """
 # Published medians, in seconds: the agent's share, the pipeline's, the delivery's, and the rest.
 REPORT_S: Final = {"agent": 1.42, "pipeline": 0.49, "delivery": 0.19, "other": 0.03}
@@ -225,6 +243,7 @@ async def converse(url: str, microphone: Path, script: Script) -> dict[str, Any]
         # A call from here every so often would take a share of what is measured.
         await asyncio.sleep(script.over_it_begins_s + AFTER_S)
         watched: dict[str, Any] = await page.evaluate("() => turnWatch")
+        watched["missed"] = await page.evaluate(MISSED_JS)
         await page.get_by_test_id("stop").click()
         await browser.close()
     return watched
@@ -290,6 +309,7 @@ def measure(
     turns: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     barge_ins: list[float] = []
+    missed: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with serving(folder, overrides) as (url, server):
@@ -301,6 +321,7 @@ def measure(
                 watched = asyncio.run(converse(url, folder / "microphone.wav", script))
                 turns += collect(watched, script.asked)
                 events += watched["events"]
+                missed.update(watched["missed"])
                 over_it_ms = barge_in_ms(watched, script.over_it_begins_s)
                 barge_ins += [] if over_it_ms is None else [over_it_ms]
                 sys.stderr.write(f"session {index + 1} of {num_sessions}\n")
@@ -315,6 +336,7 @@ def measure(
         "turns": len(turns),
         "sessions": num_sessions,
         "answered": sum(1 for turn in turns if turn["stages_ms"]),
+        "heard": sum(1 for turn in turns if "heard" in turn["stages_ms"]),
         "turn_s_median": _seconds(stages_ms, "heard", "median"),
         "turn_s_p95": _seconds(stages_ms, "heard", "p95"),
         "agent_s_median": _seconds(stages_ms, "first_audio", "median"),
@@ -326,6 +348,7 @@ def measure(
         "stages_ms": stages_ms,
         "listener": about[0]["listener"] if about else "unknown",
         "fps_median": round(float(np.median([n["fps"] for n in numbers])), 2) if numbers else None,
+        **{name: round(amount, 1) for name, amount in sorted(missed.items())},
         "seconds": round(elapsed_s, 1),
         "server_cores": round(server_s / elapsed_s, 2),
         "other_cores_with_browser": round(others_s / elapsed_s, 2),

@@ -24,6 +24,7 @@ COUNTERS: Final = (
     "frames_sent_total",
     "frames_skipped_total",
     "degraded_chunks_total",
+    "hurried_chunks_total",
     "rank_steps_total",
     "eager_steps_total",
     "fp8_saturated_total",

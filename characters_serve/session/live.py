@@ -324,12 +324,15 @@ class LiveSession:
             self._wanted.clear()
             while self._credits() > 0:
                 ladder, speaks = self._ladder, self._chunker.speech_waits
+                whole = speaks and not self._playout.hurried
                 step = self._chunker.next(
-                    passes=ladder.passes if speaks else ladder.idle_passes,
+                    passes=ladder.passes if whole else ladder.idle_passes,
                     listening_energy=self._conversation.listening_energy,
                 )
                 if ladder.passes < full:
                     self._counters.count("degraded_chunks_total")
+                if speaks and not whole:
+                    self._counters.count("hurried_chunks_total")
                 if not self._playout.in_flight:
                     self._chunk_s = time.monotonic()
                 self._playout.step_sent(

@@ -1,7 +1,8 @@
 """In: decoded microphone frames with their 48 kHz timestamps. Out: 16 kHz PCM in 20 ms pieces.
 
 The pieces follow each other without a gap: lost packets and a silent network become silence, so
-that the agent's clock never stops; a flood is dropped. Knows nothing of speech.
+that the agent's clock never stops; a flood is dropped. What a frame of 20 ms brings is in a piece
+at once, and does not wait for the next frame. Knows nothing of speech.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Microphone:
     def __init__(self, now_s: float) -> None:
         self.dropped_frames = 0
         self._resampler = av.AudioResampler(format="s16", layout="mono", rate=AGENT_RATE)
-        self._pending: NDArray[np.int16] = np.zeros(0, np.int16)
+        self._pending: NDArray[np.int16] | None = None
         self._expected_pts: int | None = None
         self._filled = 0
         self._budget_s = _FLOOD_BURST_S
@@ -43,7 +44,7 @@ class Microphone:
             self.dropped_frames += 1
             return []
         self._budget_s -= seconds
-        parts = [self._pending]
+        parts = []
         if frame.pts is not None and frame.sample_rate == AUDIO_RATE:
             if self._expected_pts is not None:
                 lost = (frame.pts - self._expected_pts) * AGENT_RATE // AUDIO_RATE
@@ -61,9 +62,13 @@ class Microphone:
     def silence(self) -> list[bytes]:
         """Nothing came for one piece's time: one piece of silence instead."""
         self._filled += PIECE_SAMPLES
-        return self._pieces(np.concatenate((self._pending, np.zeros(PIECE_SAMPLES, np.int16))))
+        return self._pieces(np.zeros(PIECE_SAMPLES, np.int16))
 
     def _pieces(self, samples: NDArray[np.int16]) -> list[bytes]:
+        if self._pending is None:
+            # The resampler keeps 1 ms, for which each piece would wait until the next frame.
+            self._pending = np.zeros(-len(samples) % PIECE_SAMPLES, np.int16)
+        samples = np.concatenate((self._pending, samples))
         whole = len(samples) // PIECE_SAMPLES * PIECE_SAMPLES
         self._pending = samples[whole:]
         return [

@@ -37,7 +37,7 @@ from characters_serve.session.rtcp_clock import (
     close_to_strangers,
     harden_transport,
     hear_arrivals,
-    shorten_jitter_buffer,
+    remove_jitter_buffer,
 )
 from characters_serve.session.tracks import Delivery
 
@@ -141,7 +141,7 @@ class Peer:
                 transceiver.setCodecPreferences(_video_preferences(self._config.video_codec))
             else:
                 transceiver.setCodecPreferences(_opus_only())
-                shorten_jitter_buffer(transceiver.receiver)
+                remove_jitter_buffer(transceiver.receiver)
         await pc.setRemoteDescription(RTCSessionDescription(sdp, "offer"))
         for transceiver in pc.getTransceivers():
             if transceiver.kind == "video":

@@ -10,7 +10,7 @@ The one place that reaches into aiortc, for the asserted version only:
   what feedback misses is repeated unasked, and where packets are lost repeats and voice go twice;
 - the first report leaves with the first packet: a browser aligns picture and voice by the second,
   and its round trip is that of a link that is still empty;
-- the microphone's jitter buffer holds 20 ms instead of 80 (and 280 after the first loss);
+- the microphone has no jitter buffer: aiortc's holds 80 ms, and 280 after the first loss;
 - datagrams that aiortc fails at are dropped: an empty one, from anybody, ended the session;
 - data comes from addresses that ICE has checked: a stranger's DTLS hello or alert, in time, took
   the place of the client's handshake.
@@ -35,7 +35,7 @@ import aiortc.rtcrtpsender as aiortc_sender
 from aiortc import RTCRtpTransceiver
 from aiortc import clock as aiortc_clock
 from aiortc.codecs import is_rtx
-from aiortc.jitterbuffer import JitterBuffer
+from aiortc.jitterbuffer import MAX_MISORDER, JitterFrame
 from aiortc.mediastreams import MediaStreamError
 from aiortc.rtcrtpparameters import RTCRtcpFeedback
 from aiortc.rtp import (
@@ -74,6 +74,9 @@ KEYFRAME_INTERVAL_S: Final = 1.0
 REPORTS_KEPT: Final = 16
 FIRST_REPORT_S: Final = 0.02
 LONGEST_PROBE_PACKETS: Final = 64  # after one picture
+
+# A line for each packet of the client's that is no Opus would fill a disk.
+logging.getLogger("aiortc.rtcrtpreceiver").setLevel(logging.ERROR)
 
 if aiortc.__version__ != SUPPORTED_AIORTC:
     raise ImportError(f"aiortc {aiortc.__version__} is not the supported {SUPPORTED_AIORTC}")
@@ -413,8 +416,29 @@ def hear_arrivals(video: aiortc.RTCRtpSender) -> None:
     transport._handle_rtcp_data = handle_others
 
 
-def shorten_jitter_buffer(receiver: aiortc.RTCRtpReceiver) -> None:
-    buffer = JitterBuffer(capacity=4, prefetch=1)
+class NoJitterBuffer:
+    """For a voice, each packet of which is a whole frame: it need not wait for the next one.
+
+    A packet that another has overtaken is dropped, as if lost.
+    """
+
+    def __init__(self) -> None:
+        self._latest: int | None = None
+
+    def add(self, packet: RtpPacket) -> tuple[bool, JitterFrame | None]:
+        """Whether a keyframe is needed, and the packet's frame."""
+        number = packet.sequence_number
+        late = self._latest is not None and uint16_add(self._latest, -number) < MAX_MISORDER
+        if late or not packet.payload:
+            return False, None
+        self._latest = number
+        data: bytes = packet._data  # type: ignore[attr-defined]
+        return False, JitterFrame(data, packet.timestamp)
+
+
+def remove_jitter_buffer(receiver: aiortc.RTCRtpReceiver) -> None:
+    """Of a receiver of sound."""
+    buffer = NoJitterBuffer()
     setattr(receiver, "_RTCRtpReceiver__jitter_buffer", buffer)  # noqa: B010 (a mangled name)
 
 

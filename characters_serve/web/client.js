@@ -125,9 +125,7 @@ export class CharacterSession extends EventTarget {
   #events = null;
   /** @type {RTCDataChannel|null} */
   #probe = null;
-  /** @type {AudioContext|null} */
-  #ear = null;
-  #stopListening = () => {};
+  #answer = new FirstSound();
   #leastRttMs = Infinity;
   #nextPing = 0;
   #unanswered = 0;
@@ -526,36 +524,11 @@ export class CharacterSession extends EventTarget {
     const { pc, probe } = { pc: this.#pc, probe: this.#probe };
     const [track] = this.#output.getAudioTracks();
     if (!pc || !track) return;
-    // Chromium gives no audio level of a receiver whose packets carry none, hence an analyser.
-    this.#ear ??= new AudioContext();
-    const ear = this.#ear;
-    void ear.resume();
-    const source = ear.createMediaStreamSource(new MediaStream([track]));
-    const analyser = new AnalyserNode(ear, { fftSize: 1024 });
-    source.connect(analyser);
-    const samples = new Float32Array(analyser.fftSize);
-    const untilMs = performance.now() + LISTEN_LIMIT_MS;
-    let quiet = false;
-    const done = () => {
-      clearInterval(timer);
-      source.disconnect();
-      if (ear.state !== "closed") void ear.suspend();
-    };
-    const timer = setInterval(() => {
-      if (pc !== this.#pc || performance.now() > untilMs) return done();
-      if (ear.state !== "running") return;
-      analyser.getFloatTimeDomainData(samples);
-      const first = samples.findIndex((sample) => Math.abs(sample) >= AUDIBLE_LEVEL);
-      if (first < 0) quiet = true;
-      else if (quiet) {
-        done();
-        const agoMs = ((samples.length - first) / ear.sampleRate) * 1000 + this.#leastRttMs / 2;
-        const known = Number.isFinite(agoMs) && probe?.readyState === "open";
-        if (known) probe.send(JSON.stringify({ t: "heard", ago_ms: agoMs }));
-      }
-    }, LISTEN_PERIOD_MS);
-    this.#stopListening();
-    this.#stopListening = done;
+    this.#answer.listen(track, (agoMs) => {
+      const ago_ms = agoMs + this.#leastRttMs / 2;
+      const known = Number.isFinite(ago_ms) && pc === this.#pc && probe?.readyState === "open";
+      if (known) probe.send(JSON.stringify({ t: "heard", ago_ms }));
+    });
   }
 
   /**
@@ -643,7 +616,7 @@ export class CharacterSession extends EventTarget {
       case "bot-ready":
         return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
       case "user-started-speaking":
-        this.#stopListening();
+        this.#answer.stop();
         return this.#emit("speaking", { who: "user", speaking: true });
       case "user-stopped-speaking":
         this.#listenForAnswer();
@@ -788,8 +761,7 @@ export class CharacterSession extends EventTarget {
     this.#dropMic();
     if (this.#video?.srcObject === this.#output) this.#video.srcObject = null;
     this.#life.abort();
-    this.#stopListening();
-    void this.#ear?.close();
+    this.#answer.close();
     if (tellServer) void this.#release();
     const message = error?.message ?? "";
     if (error) this.#emit("error", error);
@@ -876,6 +848,57 @@ export class CharacterSession extends EventTarget {
    */
   #emit(type, detail) {
     this.dispatchEvent(new CustomEvent(type, { detail }));
+  }
+}
+
+/** Notices the first sound of a track after a quiet moment. */
+export class FirstSound {
+  /** @type {AudioContext|null} */
+  #context = null;
+  #stop = () => {};
+
+  /**
+   * Instead of whatever it listened to before; for LISTEN_LIMIT_MS at most.
+   * @param {MediaStreamTrack} track
+   * @param {(agoMs: number) => void} told how long ago the sound was played; called once at most
+   */
+  listen(track, told) {
+    this.#stop(); // before the context goes on: this suspends it
+    // Chromium gives no audio level of a receiver whose packets carry none, hence an analyser.
+    const context = (this.#context ??= new AudioContext());
+    void context.resume();
+    const source = context.createMediaStreamSource(new MediaStream([track]));
+    const analyser = new AnalyserNode(context, { fftSize: 1024 });
+    source.connect(analyser);
+    const samples = new Float32Array(analyser.fftSize);
+    const untilMs = performance.now() + LISTEN_LIMIT_MS;
+    let quiet = false;
+    const timer = setInterval(() => {
+      if (performance.now() > untilMs) return this.#stop();
+      if (context.state !== "running") return;
+      analyser.getFloatTimeDomainData(samples);
+      const first = samples.findIndex((sample) => Math.abs(sample) >= AUDIBLE_LEVEL);
+      if (first < 0) quiet = true;
+      else if (quiet) {
+        this.#stop();
+        told(((samples.length - first) / context.sampleRate) * 1000);
+      }
+    }, LISTEN_PERIOD_MS);
+    this.#stop = () => {
+      clearInterval(timer);
+      source.disconnect();
+      if (context.state !== "closed") void context.suspend();
+      this.#stop = () => {};
+    };
+  }
+
+  stop() {
+    this.#stop();
+  }
+
+  close() {
+    this.#stop();
+    void this.#context?.close();
   }
 }
 

@@ -103,7 +103,8 @@ class Talk:
 
 @asynccontextmanager
 async def talk(server: Server) -> AsyncIterator[Talk]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=20) as http:
+    fresh = httpx.Limits(max_keepalive_connections=0)  # the server closes those that idle
+    async with httpx.AsyncClient(base_url=server.url, timeout=20, limits=fresh) as http:
         created = await http.post("/v1/sessions", json={"character": "mira"})
         assert created.status_code == 201, created.text
         made = Talk(server, http, created.json())
@@ -168,8 +169,15 @@ async def test_the_readmes_example_is_heard_as_it_was_sent(
     assert not finished["interrupted"]
 
 
+async def hurried(t: Talk) -> float:
+    """How many chunks of speech had fewer passes, as of a second ago."""
+    text = (await t.http.get("/metrics")).text
+    return sum(map(float, re.findall(r"^characters_hurried_chunks_total.* (\S+)$", text, re.M)))
+
+
 async def test_a_conversation_by_the_protocol(server: Server) -> None:
     async with talk(server) as t, t.agent() as socket:
+        before = await hurried(t)
         assert t.frames == [{"type": "ready", "sample_rate": 16_000}]
         say = await t.http.post(f"{t.path}/say", json={"text": "Hi."}, headers=t.headers)
         assert say.status_code == 204
@@ -209,6 +217,7 @@ async def test_a_conversation_by_the_protocol(server: Server) -> None:
         await until(lambda: len(t.of("playback_finished")) == 4)
         assert t.client.kinds().count("bot-interrupted") == 3
         assert "user-started-speaking" in t.client.kinds()
+        assert await hurried(t) > before, "first words take all passes"
 
 
 async def test_more_than_a_minute_at_once_is_held_back(server: Server, measure: Measure) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
@@ -153,6 +154,9 @@ async def test_a_spoken_question_is_answered_by_a_moving_mouth(
         answer = tab.page.locator(".bubble[data-role=character] .words").last
         await expect(user).to_contain_text("name")
         await expect(answer).to_contain_text(NAME)
+        await tab.page.get_by_test_id("stats-toggle").click()
+        parts = re.compile("pause.*words.*thinking.*voice.*picture.*buffer", re.S)
+        await expect(tab.page.get_by_test_id("turn")).to_contain_text(parts)
         await tab.page.get_by_test_id("stop").click()
         await tab.reach("idle")
         assert tab.complaints == []

@@ -108,6 +108,32 @@ async def test_a_second_conversation_is_refused_until_the_first_stops(pattern: S
     await freed(pattern, 5)
 
 
+async def test_the_first_sound_of_every_answer_is_noticed(pattern: Server) -> None:
+    """A listener that is asked again must not be stopped by the turn before."""
+    script = """async (turns) => {
+      const { FirstSound } = await import("/client.js");
+      const context = new AudioContext();
+      const output = context.createMediaStreamDestination();
+      const voice = new GainNode(context, { gain: 0 });
+      const tone = new OscillatorNode(context);
+      tone.connect(voice).connect(output);
+      tone.start();
+      setInterval(() => (voice.gain.value = 0.5 - voice.gain.value), 300);
+      const [track] = output.stream.getAudioTracks();
+      const first = new FirstSound();
+      const ago = [];
+      for (let turn = 0; turn < turns; turn++)
+        ago.push(await new Promise((told) => first.listen(track, told)));
+      first.close();
+      return ago;
+    }"""
+    async with browser() as launched:
+        tab = await new_tab(launched, pattern)
+        async with asyncio.timeout(30):
+            ago_ms = await tab.page.evaluate(script, 3)
+    assert len(ago_ms) == 3 and min(ago_ms) >= 0
+
+
 @pytest.mark.parametrize("step", ["session", "offer"])
 async def test_a_refusal_is_told_and_not_tried_again(pattern: Server, step: str) -> None:
     """Whatever refuses, and at which step: one request, no candidates after it, and the seat."""

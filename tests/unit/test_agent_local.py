@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from characters_serve.agent.base import AgentEvent
 from characters_serve.agent.local import LocalAgent, LocalModels, TurnClock, load_models
-from characters_serve.config import AgentConfig, ChatConfig
+from characters_serve.config import AgentConfig, ChatConfig, LinesConfig
 from characters_serve.messages import (
     AgentAudio,
     AgentError,
@@ -374,6 +374,32 @@ async def test_a_word_while_a_slow_chat_endpoint_thinks(models: LocalModels) -> 
             s.agent.say("I am back.")
             assert_whole(await s.until_said(3), "I am back.")
             thought.set()
+
+
+@pytest.mark.parametrize("lines", [{}, {"greeting": "Hallo.", "filler": "Tja.", "apology": "Oh."}])
+async def test_no_english_is_spoken_in_another_language(
+    models: LocalModels, lines: dict[str, str]
+) -> None:
+    asked: list[dict[str, str]] = []
+    thought = asyncio.Event()
+
+    async def answer(request: Request) -> Response:
+        asked.extend((await request.json())["messages"])
+        await thought.wait()
+        return JSONResponse({}, 503)
+
+    async with chat_server(answer) as base_url:
+        chat = ChatConfig(base_url=base_url, filler_after_s=0.05)
+        config = AgentConfig(language="de", chat=chat, lines=LinesConfig(**lines))
+        async with scene(models, config=config, greet=True) as s:
+            s.agent.read("Wo wohnst du?")
+            s.agent.say("Ende.")
+            await s.until(lambda: len(s.audio(2)) > 0 or (asked and not lines))
+            thought.set()
+            await s.until_said(3)
+            said = [e.text for e in s.events if isinstance(e, AgentAudio) and e.text]
+    assert said == [*lines.values(), "Ende."]
+    assert "'de'" in asked[0]["content"]
 
 
 async def test_a_failing_chat_endpoint_is_said_aloud_and_reported(models: LocalModels) -> None:

@@ -176,22 +176,25 @@ def heard(pts: int, samples: int = 960, level: int = 1000) -> av.AudioFrame:
 
 def test_the_microphone_becomes_16_khz_pieces_of_20_ms() -> None:
     microphone = Microphone(0.0)
-    pieces = [p for k in range(50) for p in microphone.frame(heard(960 * k), 0.02 * k)]
-    assert len(pieces) == 49  # the resampler keeps 1 ms
-    assert {len(piece) for piece in pieces} == {640}
-    assert abs(int(np.frombuffer(pieces[20], np.int16)[100]) - 1000) <= 2
+    quiet = [microphone.frame(heard(960 * k, level=0), 0.02 * k) for k in range(25)]
+    loud = [microphone.frame(heard(960 * k), 0.02 * k) for k in range(25, 50)]
+    assert [len(pieces) for pieces in quiet + loud] == [1] * 50, "none waits for the next frame"
+    assert {len(piece) for (piece,) in quiet + loud} == {640}
+    assert abs(int(np.frombuffer(loud[20][0], np.int16)[100]) - 1000) <= 2
+    heard_at_once = np.frombuffer(loud[0][0], np.int16) > 500
+    assert np.count_nonzero(heard_at_once) >= 300  # the resampler keeps 1 ms
 
 
 def test_lost_packets_become_silence_and_time_goes_on() -> None:
     microphone = Microphone(0.0)
     count = sum(len(microphone.frame(heard(960 * k), 0.02 * k)) for k in range(10))
     count += len(microphone.frame(heard(960 * 20), 0.4))
-    assert count == 20
+    assert count == 21
     # Silence given meanwhile is not given twice.
     for _ in range(5):
         count += len(microphone.silence())
     count += len(microphone.frame(heard(960 * 31), 0.62))
-    assert count == 31
+    assert count == 32
 
 
 def test_a_flood_is_dropped() -> None:
