@@ -363,7 +363,7 @@ def make_renderer(device: torch.device, data: Path) -> Renderer:
     )
 
 
-def _about(device: torch.device, weights: Path) -> dict[str, str]:
+def about(device: torch.device, weights: Path, command: str) -> dict[str, str]:
     digest = hashlib.sha256()
     for name in ("dit", "decoder"):
         digest.update((weights / f"{name}.safetensors").read_bytes())
@@ -372,7 +372,7 @@ def _about(device: torch.device, weights: Path) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "machine": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "weights_sha256": digest.hexdigest()[:16],
-        "command": shlex.join(["python", "-m", "scripts.train_tiny.quality", *sys.argv[1:]]),
+        "command": command,
     }
 
 
@@ -397,6 +397,7 @@ def main() -> None:
     renderer = make_renderer(device, options.data)
     painter, reader = load_autoencoder(model, options.checkpoint, options.weights, device)
     dit = load_generator(model, device=device, dtype=dtype)
+    command = shlex.join(["python", "-m", "scripts.train_tiny.quality", *sys.argv[1:]])
     document = json.loads(options.out.read_text()) if options.out.exists() else {}
     for part in options.parts:
         generator = torch.Generator(device=device).manual_seed(4321)
@@ -417,7 +418,7 @@ def main() -> None:
             passes=options.passes,
             sheet=options.out.with_name(f"{options.out.stem}_{part}.png"),
         )
-        document[part] = _about(device, options.weights) | found
+        document[part] = about(device, options.weights, command) | found
         options.out.write_text(json.dumps(document, indent=1) + "\n")
         say(json.dumps(found, indent=1))
 
