@@ -57,7 +57,8 @@ def vowel(samples: int, rate: int) -> NDArray[np.int16]:
     angles = 2 * np.pi * harmonics[:, None] * np.arange(samples) / rate
     wave = (loudness[:, None] * np.sin(angles)).sum(0)
     wave *= _LOUDNESS / np.sqrt((wave**2).mean())
-    return (wave.clip(-1, 1) * 32_767).astype(np.int16)
+    samples_16: NDArray[np.int16] = (wave.clip(-1, 1) * 32_767).astype(np.int16)
+    return samples_16
 
 
 def rehearsal_steps(model: ModelConfig, passes: int) -> list[StepInput]:

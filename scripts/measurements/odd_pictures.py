@@ -60,7 +60,7 @@ class Tried(NamedTuple):
 @torch.no_grad()
 def rehearse_all(dit: CharacterDiT, decoder: VideoDecoder, images: Tensor) -> Tried:
     """What the host does with one picture, with many at once. images: (N, 3, H, W) in [0, 1]."""
-    parts = [_rehearse(dit, decoder, part) for part in images.split(_BATCH)]
+    parts = [_rehearse(dit, decoder, part) for part in torch.split(images, _BATCH)]
     return Tried(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
@@ -287,7 +287,8 @@ def main() -> None:
     acted[:, -len(_OPEN_MOUTH) :] = torch.tensor(_OPEN_MOUTH, device=device)
     renderer = make_renderer(device, options.data)
     rest, acting = (renderer(attributes, c).float() for c in (still, acted))
-    boxes = sum(region_masks(attributes, still)).clamp(max=1)
+    mouth, eyes = region_masks(attributes, still)
+    boxes = (mouth + eyes).clamp(max=1)
 
     # Every character as it is, and altered in one way.
     altered = [name for name in ALTERATIONS if name != "none"]

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from scripts.train_tiny.attributes import parameter_table
 from scripts.train_tiny.fused_renderer import pixel_source
-from scripts.train_tiny.renderer import HEIGHT, WIDTH, Renderer, parameter_table
+from scripts.train_tiny.renderer import HEIGHT, WIDTH, Renderer
 
 _PRELUDE = """
 #include <math.h>

@@ -153,7 +153,10 @@ def _look(judges: Judges, talk: Talk, latents: Tensor, start: int) -> tuple[Seen
     parts: list[tuple[Tensor, ...]] = []
     shown: list[Tensor] = []
     for part, images, z in zip(
-        _split(clips, at_once), talk.references.split(at_once), latents.split(at_once), strict=True
+        _split(clips, at_once),
+        torch.split(talk.references, at_once),
+        torch.split(latents, at_once),
+        strict=True,
     ):
         reference = images.float() / 255
         truth = render_clips(judges.renderer, part)
@@ -261,7 +264,7 @@ def lips(windows: list[Seen]) -> dict[str, Any]:
     result: dict[str, Any] = {
         "mouth_correlation_by_lag": lags,
         "mouth_correlation": goal(lags[0], ">=", 0.92),
-        "mouth_best_lag_frames": goal(abs(max(lags, key=lambda lag: lags[lag])), "<=", 1),
+        "mouth_best_lag_frames": goal(abs(max(LAGS, key=lags.__getitem__)), "<=", 1),
     }
     if each:
         result["mouth_correlation_mean"] = round(sum(each) / len(each), 3)
@@ -354,7 +357,7 @@ def judge(
 
 
 def _split(clips: Clips, size: int) -> Iterator[Clips]:
-    yield from (Clips(*parts) for parts in zip(*(f.split(size) for f in clips), strict=True))
+    yield from (Clips(*parts) for parts in zip(*(torch.split(f, size) for f in clips), strict=True))
 
 
 def make_renderer(device: torch.device, data: Path) -> Renderer:
