@@ -204,8 +204,8 @@ class Refused:
 class PictureReport:
     """How much a user's picture moved when it was tried: see session/rehearsal.py.
 
-    expression: the share of the picture's range by which its liveliest parts changed. familiar:
-    whether that is at least `least`, which nearly all pictures like those of the training reach.
+    expression: how strongly its liveliest parts changed. familiar: whether that is at least
+    `least`, which nearly all pictures like those of the training reach.
     """
 
     expression: float

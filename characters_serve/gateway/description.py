@@ -40,8 +40,8 @@ _PICTURE = {
     "properties": {
         "expression": {
             "type": "number",
-            "description": "share of the range by which its liveliest parts change, from rest to "
-            "an open mouth and closed eyes",
+            "description": "how strongly and how narrowly it changes from rest to an open mouth "
+            "and closed eyes",
         },
         "least": {"type": "number", "description": "reached by pictures like the training's"},
         "familiar": {

@@ -31,6 +31,8 @@ CHUNKS: Final = REST_CHUNKS + ACT_CHUNKS
 SQUARES_ACROSS: Final = 24
 LIVELIEST: Final = 6
 """Squares: a mouth and two eyes."""
+_FLATTEST: Final = 2.5
+"""Levels of luma that count as contrast everywhere."""
 
 _BUILTIN: Final = Path(__file__).parent.parent / "assets" / "tiny"
 _FILE: Final = "expression.json"
@@ -88,13 +90,35 @@ def rehearsal_steps(model: ModelConfig, passes: int) -> list[StepInput]:
 
 
 def expression(rest: NDArray[np.uint8], acting: NDArray[np.uint8]) -> float:
-    """Luma (frames, H, W) of one chunk at rest and one acting -> how much of the picture's range
-    its liveliest squares change by, in [0, 1]."""
-    change = np.abs(acting.mean(0, dtype=np.float32) - rest.mean(0, dtype=np.float32))
-    side = change.shape[1] // SQUARES_ACROSS
-    rows = change.shape[0] // side
-    squares = change[: rows * side, : SQUARES_ACROSS * side].reshape(rows, side, -1, side)
-    return float(np.sort(squares.mean((1, 3)), axis=None)[-LIVELIEST:].mean() / 255)
+    """Luma (frames, H, W) of one chunk at rest and one acting -> 0 where nothing moves.
+
+    The change of the liveliest squares over the contrast around them, times their share of all
+    change: a face found is a strong change in few places. Change by itself told less: it is small
+    in dark faces, and large where a whole busy picture is smeared.
+    """
+    still = rest.mean(0, dtype=np.float32)
+    change = _squares(np.abs(acting.mean(0, dtype=np.float32) - still))
+    variance = _around(_squares(still**2)) - _around(_squares(still)) ** 2
+    contrast = np.sqrt(variance.clip(min=0)) + _FLATTEST
+    liveliest = np.argsort(change, axis=None)[-LIVELIEST:]
+    strength = change.flat[liveliest].mean() / contrast.flat[liveliest].mean()
+    return float(strength * change.flat[liveliest].sum() / max(change.sum(), 1e-6))
+
+
+def _squares(picture: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Means of the picture's squares, (H, W) -> (rows, SQUARES_ACROSS)."""
+    side = picture.shape[1] // SQUARES_ACROSS
+    rows = picture.shape[0] // side
+    cut = picture[: rows * side, : SQUARES_ACROSS * side].reshape(rows, side, SQUARES_ACROSS, side)
+    means: NDArray[np.float32] = cut.mean((1, 3))
+    return means
+
+
+def _around(squares: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Each square's mean with its eight neighbours."""
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(squares, 1, mode="edge"), (3, 3))
+    means: NDArray[np.float32] = windows.mean((2, 3))
+    return means
 
 
 async def rehearse(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from characters_serve.config import Config, ModelConfig
 from characters_serve.engine.step_input import PackedStep
@@ -42,18 +43,24 @@ def test_the_engine_takes_the_steps_which_rest_and_then_speak_with_closed_eyes()
     assert loudness[0] == 0 and loudness[-1] > 0.02
 
 
-def test_expression_is_the_change_of_the_liveliest_squares() -> None:
-    rest = np.full((4, 128, 192), 100, np.uint8)
-    acting = rest.copy()
-    assert expression(rest, acting) == 0
-    acting[:, 64:80, 80:104] += 51  # two by three squares of eight pixels
-    assert expression(rest, acting) == pytest.approx(0.2)
-    acting[:, :8, :8] += 5
-    assert expression(rest, acting) == pytest.approx(0.2), "what moves less does not count"
+def test_expression_is_a_strong_change_in_few_places_whatever_the_light() -> None:
+    noise = np.random.default_rng(1).normal(0, 1, (128, 192))
+    face = noise.copy()
+    face[64:80, 80:104] += 5  # two by three squares of eight pixels
+
+    def found(acting: NDArray[np.float64], contrast: float) -> float:
+        rest, moved = (np.tile(100 + contrast * p, (4, 1, 1)) for p in (noise, acting))
+        return expression(rest.astype(np.uint8), moved.astype(np.uint8))
+
+    assert found(noise, 20) == 0
+    assert found(face, 20) == pytest.approx(4.5, abs=0.3)
+    assert found(face, 10) == pytest.approx(4, abs=0.3), "half the contrast"
+    assert found(noise + 2.5, 20) < 0.1, "all of the picture"
+    assert found((face + noise) / 2, 20) == pytest.approx(2.2, abs=0.3), "half the change"
 
 
 class Painter:
-    """An engine whose pictures brighten by `levels` when the eyes close."""
+    """An engine whose faces brighten by `levels` when the eyes close."""
 
     def __init__(self, levels: int) -> None:
         self.calls: list[str] = []
@@ -71,8 +78,10 @@ class Painter:
 
     async def next_chunk(self) -> VideoChunk:
         step = await self._steps.get()
-        closed = np.frombuffer(step.controls, np.float32).max() == 1
-        luma = bytes([80 + self._levels * closed]) * (MODEL.width * MODEL.height)
+        closed = int(np.frombuffer(step.controls, np.float32).max())
+        face = np.full((MODEL.height, MODEL.width), 80, np.uint8)
+        face[64:80, 80:104] += np.uint8(self._levels * closed)
+        luma = face.tobytes()
         frames = [luma + bytes([128]) * (len(luma) // 2)] * MODEL.frames_per_chunk
         return VideoChunk(
             SESSION_ID, 0, step.chunk_index, frames, step.voice_48k, 0, 0.0, False, 2, 1.0, 1.0
@@ -84,9 +93,10 @@ class Painter:
 
 
 async def test_a_picture_that_hardly_moves_is_not_familiar_and_nothing_of_it_stays() -> None:
-    lively, stiff = Painter(51), Painter(10)
-    assert await lively.report() == PictureReport(expression=0.2, least=0.1, familiar=True)
-    assert await stiff.report() == PictureReport(expression=0.0392, least=0.1, familiar=False)
+    lively, stiff = Painter(60), Painter(0)
+    seen = await lively.report()
+    assert seen.familiar and seen.expression > seen.least == 0.1
+    assert not (await stiff.report()).familiar
     assert stiff.calls == [f"start {SESSION_ID}", f"end {SESSION_ID}"]
     assert stiff._steps.empty() and CHUNKS > REST_CHUNKS
 
