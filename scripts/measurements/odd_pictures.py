@@ -5,7 +5,7 @@
 In: the weights, drawn characters, and pictures of other kinds. Each is tried as the session host
 tries an upload (session/rehearsal.py). Of drawn characters the truth is known, also when turned,
 shrunk or recoloured, so that the verdict can be judged. The expression that all but one in twenty
-characters reach is written beside the weights, as `expression.json`: run it after each training.
+of the characters who move rightly reach is written beside the weights, as `expression.json`: run it after each training.
 Photographs come with scikit-image and matplotlib (the extra `train`); what else is odd is drawn.
 """
 
@@ -44,7 +44,7 @@ from scripts.train_tiny.renderer import region_masks, sample_characters
 MOVES_RIGHTLY: Final = 0.5
 """Correlation with the true change of mouth and eyes."""
 FALSE_ALARMS: Final = 0.05
-"""Share of the training's kind of characters who are called odd."""
+"""Share of the characters, as they are, who move rightly and are called odd all the same."""
 _SEED: Final = 5150
 _OPEN_MOUTH: Final = (0.92, 0.3, 0.0, 0.4, 0.2)
 _BATCH: Final = 16
@@ -294,7 +294,8 @@ def main() -> None:
         where = change.of_place(boxes[rows]).cpu()
         found[name] = tried.expressions, agreement(tried, (moves - images).cpu(), where)
     expressions, agreements = (torch.cat(f) for f in zip(*found.values(), strict=True))
-    least = round(float(found["none"][0].quantile(FALSE_ALARMS)), 4)
+    as_they_are, agreed = found["none"]
+    least = round(float(as_they_are[agreed >= MOVES_RIGHTLY].quantile(FALSE_ALARMS)), 4)
 
     images = torch.stack([as_uploaded(picture, model) for picture in pictures.values()])
     odd = rehearse_all(dit, decoder, images.to(device))
