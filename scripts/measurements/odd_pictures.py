@@ -4,9 +4,9 @@
 
 In: the weights, drawn characters, and pictures of other kinds. Each is tried as the session host
 tries an upload (session/rehearsal.py). Of drawn characters the truth is known, also when turned,
-shrunk or recoloured, so that the verdict can be judged. The expression that all but one in twenty
-of the characters who move rightly reach is written beside the weights, as `expression.json`: run it after each training.
-Photographs come with scikit-image and matplotlib (the extra `train`); what else is odd is drawn.
+shrunk or recoloured. The expression that all but one in twenty of those who move rightly reach is
+written beside the weights, as `expression.json`: run it after each training. Photographs come with
+scikit-image and matplotlib (the extra `train`); what else is odd is drawn here.
 """
 
 from __future__ import annotations
