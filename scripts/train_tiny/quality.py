@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from characters_serve.config import EngineConfig, ModelConfig
-from characters_serve.engine.device import choose_device
+from characters_serve.config import ModelConfig
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.idle_controls import NUM_CONTROLS
 from characters_serve.model.weights import BUILTIN, load_generator
@@ -50,6 +49,7 @@ from scripts.train_tiny.train_autoencoder import Autoencoder, load_autoencoder, 
 from scripts.train_tiny.train_dit import roll_out
 
 CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
+PARTS: Final = ("talk", "hour")
 LAGS: Final = range(-3, 4)
 _OPEN: Final = NUM_CONTROLS
 """Column of the mouth's opening among the controls."""
@@ -386,23 +386,25 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=BUILTIN)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=("talk", "hour"), default=["talk", "hour"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--characters", type=int, default=64, help="of the talk")
     parser.add_argument("--minutes", type=float, default=10, help="of the talk")
     parser.add_argument("--windows", type=int, default=10, help="of the talk")
+    parser.add_argument("--hour-minutes", type=int, default=60, help="of the presets' hour")
     parser.add_argument("--window-seconds", type=float, default=8)
     parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)  # on a busy machine two wait for each other
-    device, dtype = choose_device(EngineConfig(device=options.device))
+    device = torch.device(options.device)
     model = ModelConfig(weights=str(options.weights))
     source = ClipSource(options.data, model, device)
     renderer = make_renderer(device, options.data)
     painter, reader = load_autoencoder(model, options.checkpoint, options.weights, device)
-    dit = load_generator(model, device=device, dtype=dtype)
+    dit = load_generator(model, device=device, dtype=torch.float32)
     command = shlex.join(["python", "-m", "scripts.train_tiny.quality", *sys.argv[1:]])
-    document = json.loads(options.out.read_text()) if options.out.exists() else {}
+    kept = json.loads(options.out.read_text()) if options.out.exists() else {}
+    document = {part: kept[part] for part in PARTS if part in kept}
     for part in options.parts:
         generator = torch.Generator(device=device).manual_seed(4321)
         if part == "talk":
@@ -410,7 +412,7 @@ def main() -> None:
             minutes, windows = options.minutes, options.windows
         else:
             attributes = torch.cat([preset_attributes(preset) for preset in PRESETS]).to(device)
-            minutes, windows = 60.0, 60
+            minutes = windows = options.hour_minutes
         frames = round(minutes * 60 * model.fps)
         talk = converse(source, renderer, model, attributes, frames, generator)
         found = judge(
