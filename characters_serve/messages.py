@@ -74,7 +74,10 @@ class Persona:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """image_rgb: model height x width x 3. Answered by Done or Refused."""
+    """image_rgb: model height x width x 3. Answered by Done or Refused.
+
+    uploaded: the picture is a user's own, so nobody knows yet how it will look.
+    """
 
     request_id: int
     session_id: str
@@ -83,6 +86,7 @@ class OpenSession:
     seed: int
     max_duration_s: float
     idle_timeout_s: float
+    uploaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +201,29 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class PictureReport:
+    """How much a user's picture moved when it was tried: see session/rehearsal.py.
+
+    expression: how strongly its liveliest parts changed. familiar: whether that is at least
+    `least`, which nearly all pictures like those of the training reach.
+    """
+
+    expression: float
+    least: float
+    familiar: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SessionState:
-    """Unsolicited, host to gateway, whenever the session's state changes."""
+    """Unsolicited, host to gateway, whenever the session's state changes.
+
+    picture: with `ready`, of a picture that was tried.
+    """
 
     session_id: str
     state: Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
     reason: str
+    picture: PictureReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,14 @@ from characters_serve.messages import (
     Message,
     Offer,
     OpenSession,
+    PictureReport,
     Refused,
     Say,
     SessionState,
 )
 from characters_serve.processes import AsyncControlLink
+
+UNUSUAL = PictureReport(expression=0.02, least=0.1, familiar=False)
 
 
 class FakeHost:
@@ -87,7 +90,9 @@ class FakeHost:
                     self.opening = False
                 self.session = message
                 await send(Done(request_id))
-                await send(SessionState(session_id, "ready", ""))
+                await send(
+                    SessionState(session_id, "ready", "", UNUSUAL if message.uploaded else None)
+                )
             case Offer(request_id, session_id, sdp, takeover):
                 if self.session is None or self.session.session_id != session_id:
                     await send(Refused(request_id, 404, "no such session"))

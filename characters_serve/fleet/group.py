@@ -148,6 +148,7 @@ class Group:
         persona: Persona,
         seed: int,
         max_duration_s: float,
+        uploaded: bool = False,
     ) -> None:
         request = OpenSession(
             next(self._request_ids),
@@ -157,6 +158,7 @@ class Group:
             seed,
             max_duration_s,
             self._config.session.idle_timeout_s,
+            uploaded,
         )
         await self._request(request, OPEN_SHARE * self._config.fleet.reserve_ttl_s)
 

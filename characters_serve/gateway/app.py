@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,7 @@ def _describe(gateway: Gateway, session: Session) -> dict[str, Any]:
         "character": session.character,
         "name": session.name,
         "max_duration_s": session.max_duration_s,
+        "picture": None if session.picture is None else asdict(session.picture),
     }
     position = gateway.sessions.place_in_queue(session)
     return description if position is None else {**description, "queue_position": position}

@@ -33,9 +33,26 @@ _PROBLEM = {
         "field": {"type": "string", "description": "what the request should change"},
     },
 }
+_PICTURE = {
+    "type": ["object", "null"],
+    "description": "of an uploaded picture, once the character is ready, where it was tried",
+    "required": ["expression", "least", "familiar"],
+    "properties": {
+        "expression": {
+            "type": "number",
+            "description": "how strongly and how narrowly it changes from rest to an open mouth "
+            "and closed eyes",
+        },
+        "least": {"type": "number", "description": "reached by pictures like the training's"},
+        "familiar": {
+            "type": "boolean",
+            "description": "false: unlike what the model has learnt, mouth and eyes may be off",
+        },
+    },
+}
 _SESSION = {
     "type": "object",
-    "required": ["id", "status", "reason", "character", "name", "max_duration_s"],
+    "required": ["id", "status", "reason", "character", "name", "max_duration_s", "picture"],
     "properties": {
         "id": _TEXT,
         "status": {"enum": list(get_args(State))},
@@ -43,6 +60,7 @@ _SESSION = {
         "character": _NAMED,
         "name": _TEXT,
         "max_duration_s": _SECONDS,
+        "picture": _PICTURE,
     },
 }
 _CREATED = {

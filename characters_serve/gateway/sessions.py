@@ -20,7 +20,7 @@ from characters_serve.fleet.group import FromHost, Group, GroupGone, RequestRefu
 from characters_serve.fleet.pool import Lease
 from characters_serve.fleet.queue import WaitingQueue
 from characters_serve.logs import shown
-from characters_serve.messages import Persona, SessionState
+from characters_serve.messages import Persona, PictureReport, SessionState
 from characters_serve.metrics import Metrics, end_reason
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class SessionRequest:
 
 @dataclass(slots=True)
 class Session:
-    """owner: the name of the server key that made it; connected: it has been live once."""
+    """owner: the name of the server key that made it; connected: it has been live once;
+    picture: of an uploaded one, once it was tried."""
 
     session_id: str
     character: str | None
@@ -70,6 +71,7 @@ class Session:
     owner: str | None = None
     connected: bool = False
     reason: str = ""
+    picture: PictureReport | None = None
     lease: Lease | None = None
     leased_s: float = 0.0
     waiting: SessionRequest | None = None  # while it is queued
@@ -246,6 +248,7 @@ class Sessions:
         if said.state in ("ended", "failed"):
             self._finish(session, said.state, said.reason)
         else:
+            session.picture = said.picture or session.picture
             self._move(session, said.state, said.reason)
 
     def on_lost(self, lease: Lease, reason: str) -> None:
@@ -291,6 +294,7 @@ class Sessions:
                 request.persona,
                 request.seed,
                 request.max_duration_s,
+                uploaded=request.character is None,
             )
         except (RequestRefused, LeaseLost) as error:
             self._finish(session, "failed", str(error))

@@ -37,6 +37,7 @@ from characters_serve.messages import (
     Message,
     Offer,
     OpenSession,
+    PictureReport,
     Refused,
     Say,
     SessionState,
@@ -53,6 +54,8 @@ from characters_serve.session.external_link import ExternalLink
 from characters_serve.session.ice import NoPortFree
 from characters_serve.session.live import LiveSession, OfferConflict, SessionLinks
 from characters_serve.session.offer import OfferRefused
+from characters_serve.session.rehearsal import SESSION_ID as REHEARSAL_ID
+from characters_serve.session.rehearsal import least_expression, rehearse
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
 
 log = logging.getLogger(__name__)
@@ -87,7 +90,9 @@ class Host:
         self._session: LiveSession | None = None
         self._external: ExternalLink | None = None
         self._session_id: str | None = None
-        self._test_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
+        self._trial_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
+        diffusion = config.engine.kind == "diffusion"
+        self._least_expression = least_expression(config.model) if diffusion else None
         # What the agent says between its start and the session's.
         self._early: list[Message] = []
         self._changing = asyncio.Lock()
@@ -142,7 +147,7 @@ class Host:
     async def _warm_up(self) -> dict[str, str]:
         """The self-test's findings for Ready's details; a child that dies in it ends it."""
         test = asyncio.create_task(
-            run_self_test(self._children, self._config, self._test_chunks.get, time.monotonic)
+            run_self_test(self._children, self._config, self._trial_chunks.get, time.monotonic)
         )
         await asyncio.wait((test, self._faulty), return_when=asyncio.FIRST_COMPLETED)
         if not test.done():
@@ -242,10 +247,11 @@ class Host:
             self._early = []
             self._state("starting", "")
             try:
+                picture = await self._try_picture(request)
                 start = StartCharacter(request.session_id, request.image_rgb, request.seed)
                 await self._children.start_character(start)
                 agent = await self._start_agent(request)
-            except TimeoutError as error:
+            except (TimeoutError, SelfTestFailed) as error:
                 self._fault(str(error))
                 return Refused(number, 503, str(error))
             links = SessionLinks(
@@ -255,11 +261,25 @@ class Host:
                 on_over=self._over,
                 on_fault=self._fault,
             )
-            self._session = LiveSession(config, request, agent, links, self._counters)
+            self._session = LiveSession(
+                config, request, agent, links, self._counters, picture=picture
+            )
             for early in self._early:
                 self._session.agent(early)
-            self._state("ready", "")
+            self._state("ready", "", picture)
         return Done(number)
+
+    async def _try_picture(self, request: OpenSession) -> PictureReport | None:
+        """Of an uploaded picture, where the weights come with what is usual for them."""
+        if not request.uploaded or self._least_expression is None:
+            return None
+        return await rehearse(
+            self._children,
+            self._config,
+            request.image_rgb,
+            self._least_expression,
+            self._trial_chunks.get,
+        )
 
     async def _start_agent(self, request: OpenSession) -> AgentStarted | None:
         if self._config.agent.kind != "external":
@@ -316,15 +336,15 @@ class Host:
             for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 
-    def _state(self, state: State, reason: str) -> None:
+    def _state(self, state: State, reason: str, picture: PictureReport | None = None) -> None:
         if self._session_id is not None:
-            self._outbox.put_nowait(SessionState(self._session_id, state, reason))
+            self._outbox.put_nowait(SessionState(self._session_id, state, reason, picture))
 
     # ------------------------------------------------------------ the children
 
     def _from_engine(self, chunk: VideoChunk) -> None:
-        if chunk.session_id == SESSION_ID:
-            self._test_chunks.put_nowait(chunk)
+        if chunk.session_id in (SESSION_ID, REHEARSAL_ID):
+            self._trial_chunks.put_nowait(chunk)
         elif self._session is not None:
             self._session.chunk(chunk)
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from characters_serve.config import Config
@@ -18,6 +18,7 @@ from characters_serve.messages import (
     AgentStarted,
     Message,
     OpenSession,
+    PictureReport,
     StepInput,
     ToolResult,
     VideoChunk,
@@ -85,12 +86,15 @@ class LiveSession:
         agent: AgentStarted | None,
         links: SessionLinks,
         counters: Counters,
+        *,
+        picture: PictureReport | None = None,
     ) -> None:
         now_s = time.monotonic()
         model = config.model
         self.session_id = request.session_id
         self._config = config
         self._agent = agent
+        self._picture = picture
         self._links = links
         self._counters = counters
         self._clock = MediaClock(now_s, time.time(), model.fps)
@@ -264,6 +268,7 @@ class LiveSession:
             "listener": agent.listener if agent else "nobody",
             "voice": agent.voice if agent else "none",
             "chat": agent.chat if agent else "none",
+            "picture": None if self._picture is None else asdict(self._picture),
         }
 
     # ------------------------------------------------------------ the agent and the API

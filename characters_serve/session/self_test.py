@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from characters_serve.config import Config
+from characters_serve.config import Config, ModelConfig
 from characters_serve.messages import StartCharacter, StepInput, VideoChunk
 from characters_serve.session.chunker import Chunker
 
@@ -67,26 +67,37 @@ async def run_self_test(
     image = bytes([_GREY]) * (3 * model.width * model.height)
     chunker = Chunker(model, SESSION_ID, seed=0)
     passes = len(model.noise_levels)
+    steps = [chunker.next(passes=passes, listening_energy=0.0) for _ in range(STEPS)]
     await engine.start_character(StartCharacter(SESSION_ID, image, 0))
-    for _ in range(CREDITS):
-        await engine.send_step(chunker.next(passes=passes, listening_energy=0.0))
-    arrivals_s: list[float] = []
-    for number in range(STEPS):
+    arrivals_s = [clock() async for _ in play(engine, steps, model, next_chunk)]
+    await engine.end_character(SESSION_ID)
+    counted_s = arrivals_s[UNCOUNTED_CHUNKS - 1 :]
+    periods_s = [after - before for before, after in itertools.pairwise(counted_s)]
+    return SelfTest(statistics.median(periods_s) * 1000, model.chunk_period_s * 1000)
+
+
+async def play(
+    engine: Engine,
+    steps: Sequence[StepInput],
+    model: ModelConfig,
+    next_chunk: Callable[[], Awaitable[VideoChunk]],
+) -> AsyncIterator[VideoChunk]:
+    """The chunks of steps that are handed out on credit; raises SelfTestFailed where one does not
+    come, or another."""
+    for step in steps[:CREDITS]:
+        await engine.send_step(step)
+    for number in range(len(steps)):
         try:
             chunk = await asyncio.wait_for(next_chunk(), NO_CHUNK_S)
         except TimeoutError:
             raise SelfTestFailed(
                 f"self-test: no chunk {number} from the engine in {NO_CHUNK_S:g} s"
             ) from None
-        arrivals_s.append(clock())
         if chunk.chunk_index != number or len(chunk.frames_i420) != model.frames_per_chunk:
             raise SelfTestFailed(
                 f"self-test: chunk {chunk.chunk_index} with {len(chunk.frames_i420)} frames came "
                 f"where chunk {number} with {model.frames_per_chunk} was due"
             )
-        if number + CREDITS < STEPS:
-            await engine.send_step(chunker.next(passes=passes, listening_energy=0.0))
-    await engine.end_character(SESSION_ID)
-    counted_s = arrivals_s[UNCOUNTED_CHUNKS - 1 :]
-    periods_s = [after - before for before, after in itertools.pairwise(counted_s)]
-    return SelfTest(statistics.median(periods_s) * 1000, model.chunk_period_s * 1000)
+        yield chunk
+        for step in steps[number + CREDITS :][:1]:
+            await engine.send_step(step)

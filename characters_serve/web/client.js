@@ -22,7 +22,9 @@
  *   metrics       {fps, buffer, turn_latency_ms, turn, passes, late, rtt_ms}
  *                 `turn`: milliseconds from the end of the user's speech to each stage of the last
  *                 turn: end_of_turn, transcript, reply, first_audio, step, frames, voice, heard, ...
- *   ready         {listener, voice}                what listens and what speaks, in words
+ *   ready         {listener, voice, picture}       what listens and what speaks, in words; `picture`
+ *                 {expression, least, familiar} of an uploaded one, or null: where it is not familiar,
+ *                 mouth and eyes may be off
  *   mic           {stream: MediaStream|null}       the microphone in use changed
  *   audioblocked  {}                               the browser wants a tap first: call unmuteOutput()
  *   error         CharacterError                   `fatal` says whether the session is over
@@ -614,7 +616,11 @@ export class CharacterSession extends EventTarget {
     this.#emit("message", message);
     switch (message.type) {
       case "bot-ready":
-        return this.#emit("ready", { listener: data.listener ?? "", voice: data.voice ?? "" });
+        return this.#emit("ready", {
+          listener: data.listener ?? "",
+          voice: data.voice ?? "",
+          picture: data.picture ?? null,
+        });
       case "user-started-speaking":
         this.#answer.stop();
         return this.#emit("speaking", { who: "user", speaking: true });

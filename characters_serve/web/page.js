@@ -191,7 +191,14 @@ async function talk({ mic }) {
   on("state", onState);
   on("speaking", onSpeaking);
   on("transcript", onTranscript);
-  on("ready", ({ listener, voice }) => {
+  on("ready", ({ listener, voice, picture }) => {
+    if (picture && !picture.familiar) {
+      showNotice({
+        tone: "info",
+        title: "An unusual picture",
+        text: "It is unlike what the model has learnt: expect the mouth and eyes to be off.",
+      });
+    }
     $("engines").textContent = [listener && `Listening: ${listener}`, voice && `Voice: ${voice}`].filter(Boolean).join(" · ");
   });
   on("mic", ({ stream }) => onMicrophone(stream));

@@ -66,10 +66,13 @@ class ClipSource:
 
         margin = 16
         first, last = (self._held_out, len(self._viseme)) if held_out else (0, self._held_out)
-        start = integers(first + margin, last - frames - margin)
+        first, last = first + margin, last - margin
+        # The held-out speech is ten minutes; whoever talks for longer goes round it.
+        start = integers(first, last if held_out else last - frames)
         idle_start = integers(0, self._idle.shape[1])
         steps = torch.arange(frames, device=device)
-        viseme = self._viseme[start[:, None] + steps].float() / 255
+        said = first + (start[:, None] - first + steps) % (last - first)
+        viseme = self._viseme[said].float() / 255
         track = integers(0, len(self._idle))
         if not held_out:  # eyes are closed in few frames, and were the last to be learned
             row = torch.randint(0, len(self._blinks), (count,), generator=generator, device=device)
@@ -81,14 +84,20 @@ class ClipSource:
         idle_at = (idle_start[:, None] + steps) % self._idle.shape[1]
         idle = self._idle[track[:, None], idle_at].float()
 
-        chunk_starts = torch.arange(0, frames, model.frames_per_chunk, device=device)
-        first_mel = (start[:, None] + chunk_starts) * model.mels_per_frame
+        first_mel = said[:, :: model.frames_per_chunk] * model.mels_per_frame
         quantised = self._mel[first_mel[..., None] + self._window]
         mel = LogMel.normalise(MEL_LOW + quantised.float() * ((MEL_HIGH - MEL_LOW) / 255))
 
         attributes = sample_characters(count, generator, device)
         reference = self._reference_controls(count, generator)
         return Clips(attributes, torch.cat([idle, viseme], dim=-1), mel, reference)
+
+    def frames_heard(self, frames: int) -> Tensor:
+        """(K, mel frames): the clip's frame that each of a chunk's mel frames belongs to; of a
+        clip's ends, also frames before and after it."""
+        starts = torch.arange(0, frames, self._model.frames_per_chunk, device=self.device)
+        ahead = torch.div(self._window, self._model.mels_per_frame, rounding_mode="floor")
+        return starts[:, None] + ahead
 
     def _reference_controls(self, count: int, generator: torch.Generator) -> Tensor:
         """References look at the viewer, heads near the middle, mouths closed in most."""

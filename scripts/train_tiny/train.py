@@ -23,10 +23,9 @@ import torch
 from characters_serve.config import ModelConfig
 from characters_serve.model.weights import BUILTIN, load_generator, save_network
 from scripts.train_tiny.data import ClipSource
-from scripts.train_tiny.evaluate import evaluate
-from scripts.train_tiny.fused_renderer import FusedRenderer
 from scripts.train_tiny.profiler import StepProfiler
-from scripts.train_tiny.renderer import Renderer
+from scripts.train_tiny.quality import CHECKPOINT, Judges, converse, judge, make_renderer
+from scripts.train_tiny.renderer import sample_characters
 from scripts.train_tiny.train_autoencoder import (
     load_autoencoder,
     save_autoencoder,
@@ -35,8 +34,6 @@ from scripts.train_tiny.train_autoencoder import (
 )
 from scripts.train_tiny.train_dit import train_dit
 
-CHECKPOINT = Path(__file__).parent / "checkpoint"
-"""What only training needs, kept so that a run can go on from the shipped weights."""
 EXPORT_AND_SCORE_S = 30.0
 
 
@@ -76,10 +73,7 @@ def main() -> None:
     options.run.mkdir(parents=True, exist_ok=True)
     model = ModelConfig()
     source = ClipSource(options.data, model, device)
-    if cuda:
-        renderer: Renderer = FusedRenderer(device, options.data / "renderer.cubin")
-    else:
-        renderer = Renderer(device)
+    renderer = make_renderer(device, options.data)
     record: dict[str, Any] = {}
 
     def keep(key: str, value: Any) -> None:
@@ -128,18 +122,19 @@ def main() -> None:
     save_network(painter.decoder, options.run, "decoder")
     keep("dit", log)
     say(f"exported after {time.monotonic() - started:.0f} s")
-    for passes, seconds in ((4, options.evaluate_seconds), (2, min(20, options.evaluate_seconds))):
-        score = evaluate(
+    generator = torch.Generator(device=device).manual_seed(4321)
+    attributes = sample_characters(options.evaluate_characters, generator, device)
+    frames = options.evaluate_seconds * model.fps
+    talk = converse(source, renderer, model, attributes, frames, generator)
+    for passes in (4, 2):
+        score = judge(
             dit,
-            painter,
-            reader,
-            source,
-            renderer,
-            options.run,
-            characters=options.evaluate_characters,
-            seconds=seconds,
-            passes=passes,
+            Judges(painter, reader, renderer),
+            talk,
+            windows=3,
             window_seconds=8 if cuda else 1,
+            passes=passes,
+            sheet=options.run / f"rollout-{passes}.png",
         )
         keep(f"scores of {passes} passes", score)
         say(json.dumps(score))

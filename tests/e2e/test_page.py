@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.async_api import Route, ViewportSize, expect
 
 from tests.e2e.rig import LIVE_S, Measure, Others, Server, Tab, browser, new_tab, running_server
@@ -119,6 +120,22 @@ async def test_the_stage_has_the_shape_of_the_models_picture(
             assert picture["width"] > 150 and talk["y"] + talk["height"] < height
             assert await tab.page.evaluate("document.documentElement.scrollWidth") <= width
         assert tab.complaints == []
+
+
+async def test_a_picture_without_a_face_is_said_to_be_unusual(
+    character: Server, tmp_path: Path
+) -> None:
+    picture = tmp_path / "sky.png"
+    Image.new("RGB", (600, 400), (90, 150, 220)).save(picture)
+    async with browser() as launched:
+        tab = await new_tab(launched, character)
+        await tab.page.get_by_test_id("file-input").set_input_files(picture)
+        await tab.talk("talk-text")
+        notice = tab.page.get_by_test_id("error")
+        await expect(notice).to_contain_text("unlike what the model has learnt")
+        assert not (await tab.status())["picture"]["familiar"]
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
 
 
 async def test_a_spoken_question_is_answered_by_a_moving_mouth(

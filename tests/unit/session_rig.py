@@ -131,7 +131,9 @@ class HostParent:
         image = np.full((model.height, model.width, 3), 128, np.uint8).tobytes()
         limits = {"max_duration_s": 600.0, "idle_timeout_s": 600.0, **changes}
         return await self.ask(
-            lambda number: OpenSession(number, session_id, image, PERSONA, 1, **limits)
+            lambda number: OpenSession(
+                number, session_id, image, PERSONA, 1, uploaded=False, **limits
+            )
         )
 
     async def connect(self, session_id: str, browser: Browser, *, takeover: bool = False) -> None:

@@ -197,6 +197,22 @@ async def test_from_creation_to_the_end(api: Api) -> None:
     await api.create()
 
 
+async def test_how_an_uploaded_picture_moves_is_told_and_a_presets_needs_no_trial(api: Api) -> None:
+    session = await api.create()
+    assert session["picture"] is None, "it is not tried yet"
+    async with asyncio.timeout(20):
+        while (picture := (await api.status(session))["picture"]) is None:
+            await asyncio.sleep(0.02)
+    assert picture == {"expression": 0.02, "least": 0.1, "familiar": False}
+    await api.offer(session)
+    assert (await api.reach(session, "live"))["picture"] == picture
+    await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+    await api.until(lambda: api.groups("ready"))
+    preset = (await api.http.post("/v1/sessions", json={"character": "ada"})).json()
+    await api.offer(preset)
+    assert (await api.reach(preset, "live"))["picture"] is None
+
+
 async def test_json_offers_are_answered_in_json(api: Api) -> None:
     session = await api.create()
     response = await api.http.post(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from scripts.train_tiny.attributes import CONTROL_NAMES, PARAMETER_INDEX, parameter_table
-from scripts.train_tiny.fused_renderer import pixel_source
+from scripts.train_tiny.host_renderer import HostRenderer
 from scripts.train_tiny.renderer import (
     HEIGHT,
     LAYERS,
@@ -28,17 +25,6 @@ from scripts.train_tiny.renderer import (
 
 EVERY = 4
 """One pixel of so many in a row and a column is drawn: a whole picture takes seconds."""
-ON_THE_HOST = """
-#include <math.h>
-#define __device__ static
-#define __forceinline__ inline
-#define fsin sinf
-#define fcos cosf
-#define __expf expf
-#define __fdividef(a, b) ((a) / (b))
-static float frem(float v, float m) { return v - m * floorf(v / m); }
-static float fsign(float v) { return (v > 0.f) - (v < 0.f); }
-"""
 
 
 def coarse_grid() -> tuple[Tensor, Tensor]:
@@ -65,34 +51,14 @@ def _who_shows_every_layer() -> Tensor:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_generated_code_draws_what_torch_draws(tmp_path: Path) -> None:
-    u, v = coarse_grid()
-    rows, columns = v.shape[1], u.shape[2]
-    loop = f"""
-void draw(const float* table, float* out) {{
-  for (int row = 0; row < {rows}; ++row)
-    for (int column = 0; column < {columns}; ++column) {{
-      const float u = (column * {EVERY} + 0.5f) / 128.f - 1.5f;
-      const float v = (row * {EVERY} + 0.5f) / 128.f - 1.f;
-      draw_pixel(table, u, v, out + 3 * (row * {columns} + column));
-    }}
-}}
-"""
-    source, library = tmp_path / "pixel.c", tmp_path / "pixel.so"
-    source.write_text(ON_THE_HOST + pixel_source() + loop)
-    subprocess.run(
-        ["cc", "-O0", "-w", "-shared", "-fPIC", "-o", library, source, "-lm"], check=True
-    )
-    draw_on_the_host = ctypes.CDLL(str(library)).draw
+def test_the_generated_code_draws_what_torch_draws() -> None:
     attributes = _who_shows_every_layer()
     controls = torch.rand(len(attributes), NUM_CONTROLS, generator=torch.Generator().manual_seed(9))
     table = parameter_table(attributes, controls)
-    drawn = torch.empty(len(table), rows, columns, 3)
-    for one, out in zip(table, drawn, strict=True):
-        draw_on_the_host(ctypes.c_void_p(one.data_ptr()), ctypes.c_void_p(out.data_ptr()))
+    drawn = HostRenderer(every=EVERY, optimise=0)(attributes, controls)
 
-    meant = draw(table, u, v).permute(0, 2, 3, 1)
-    off = (drawn - meant).abs().amax(-1) > 1 / 255
+    meant = draw(table, *coarse_grid())
+    off = (drawn - meant).abs().amax(1) > 1 / 255
     # The noise of books and tiles jumps between cells, where rounding may choose the other one.
     assert off.float().mean() < 0.001, off.float().mean((1, 2))
 
