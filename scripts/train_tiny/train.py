@@ -54,7 +54,11 @@ def main() -> None:
         "--autoencoder-share", type=float, default=0.38, help="of the seconds; 0 keeps it as it is"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="from checkpoint/ and the weights in the package"
+        "--resume",
+        type=Path,
+        nargs="?",
+        const=CHECKPOINT,
+        help="from a run's folder; without one, from checkpoint/ and the weights in the package",
     )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     options = parser.parse_args()
@@ -83,8 +87,10 @@ def main() -> None:
     profiler = StepProfiler(enabled=options.profile)
     autoencoder = reader = dit = None
     if options.resume:
-        autoencoder, reader = load_autoencoder(model, CHECKPOINT, BUILTIN, device)
-        dit = load_generator(model, device=device, dtype=torch.float32)
+        weights = BUILTIN if options.resume == CHECKPOINT else options.resume
+        autoencoder, reader = load_autoencoder(model, options.resume, weights, device)
+        begun = model.model_copy(update={"weights": str(weights)})
+        dit = load_generator(begun, device=device, dtype=torch.float32)
     if autoencoder is None or reader is None or options.autoencoder_share:
         autoencoder, reader, log = train_autoencoder(
             model,
