@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.linear import alone
 from characters_serve.model.shard import Shard, deal
 from characters_serve.model.weights import load_generator
+from tests.ranks_rig import end_ranks, start_ranks
 from tests.unit.small_model import SMALL
 
 CPU = torch.device("cpu")
@@ -93,29 +92,15 @@ def run_rank(rank: int, size: int, folder: Path, timeout_s: float, ends: str) ->
         (folder / f"{rank}.txt").write_text(str(error))
 
 
-def run_group(folder: Path, size: int, timeout_s: float, ends: str) -> list[BaseProcess]:
-    """Starts the ranks; returns once all but the last have ended."""
-    context = multiprocessing.get_context("spawn")
-    started: list[BaseProcess] = []
-    for rank in range(size):
-        process = context.Process(target=run_rank, args=(rank, size, folder, timeout_s, ends))
-        process.start()
-        started.append(process)
-    for member in started[:-1]:
-        member.join(ENDED_S)
-    for member in started:
-        member.kill()
-        member.join()
-    return started
-
-
 @pytest.mark.parametrize(
     ("size", "timeout_s", "ends"), [(2, 60.0, "dies"), (3, 8.0, "hangs")], ids=["2-dies", "3-hangs"]
 )
 def test_ranks_make_the_latents_of_one_and_miss_one_that_is_lost(
     tmp_path: Path, size: int, timeout_s: float, ends: str
 ) -> None:
-    processes = run_group(tmp_path, size, timeout_s, ends)
+    *others, last = start_ranks(run_rank, size, size, tmp_path, timeout_s, ends)
+    assert end_ranks(others, ENDED_S) == [0] * (size - 1)
+    end_ranks([last], 0)
     whole = of_one_rank()
     made = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for which in ("punctual", "late"):
@@ -123,7 +108,6 @@ def test_ranks_make_the_latents_of_one_and_miss_one_that_is_lost(
             assert torch.equal(latents[which], made[0]["punctual"])
     torch.testing.assert_close(made[0]["punctual"], whole, rtol=1e-3, atol=1e-3)
     for rank in range(size - 1):
-        assert processes[rank].exitcode == 0
         said = (tmp_path / f"{rank}.txt").read_text()
         assert said.startswith("another rank of the group is gone or late")
 

@@ -39,6 +39,8 @@ STOP_S = 20.0
 FREE_S = 40.0
 LIVE_S = 20.0
 OTHERS_CORES = 0.3
+# Whether a machine is fast and quiet is known to who runs the tests.
+JUDGED = os.environ.get("JUDGE_FIGURES") == "1"
 
 FLAGS = (
     "--autoplay-policy=no-user-gesture-required",
@@ -203,12 +205,16 @@ class Others:
     def can_judge(self, measure: Measure) -> bool:
         """Whether the figures are to be judged, and the others left enough for that.
 
-        They are always printed. Whether a machine is fast and quiet is known to who runs it: the
-        environment's JUDGE_FIGURES=1 says so.
+        They are always printed.
         """
         cores = self.cores
         measure("cores_of_others", round(cores, 2))
-        return os.environ.get("JUDGE_FIGURES") == "1" and cores < OTHERS_CORES
+        return JUDGED and cores < OTHERS_CORES
+
+
+def watched_s(seconds: float) -> float:
+    """How long figures are gathered: a third of it where nobody judges them."""
+    return seconds if JUDGED else seconds / 3
 
 
 class Tab:
@@ -283,7 +289,7 @@ class Tab:
         )
 
     async def passes(self, seconds: float) -> None:
-        """Lets the conversation go on while something is measured."""
+        """Lets the conversation go on."""
         await self.page.evaluate("s => new Promise(r => setTimeout(r, 1000 * s))", seconds)
 
     def authorization(self) -> dict[str, str]:

@@ -64,7 +64,7 @@ async def test_the_picture_is_back_after_a_blackout(pattern: Server, measure: Me
     async with watching(pattern, Conditions(delay_s=0.02)) as watcher:
         await watcher.watch(2)
         watcher.relay.set(Conditions(blackout=True))
-        await watcher.watch(3)
+        await watcher.tab.passes(3)
         watcher.relay.set(Conditions(delay_s=0.02))
         samples = await watcher.watch(5)
         began = samples[0]

@@ -217,6 +217,8 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
         beside = pages.pop()
         groups = [server.group_of(page.session["id"]) for page in pages]
         lost = [server.process_of(g, module) for g, module in zip(groups, NAMES, strict=True)]
+        hosts = [server.process_of(group, HOST) for group in groups]
+        whole = [p for host in hosts for p in (host, *host.children())]
         for process in lost:
             process.send_signal(sent)
         for page, (module, name) in zip(pages, NAMES.items(), strict=True):
@@ -227,7 +229,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
                 assert end["reason"] in reason
             if (module, sent) == (ENGINE, signal.SIGSTOP):
                 assert "stalled" in [said["state"] for said in page.told("avatar-state")]
-        await gone(*lost)
+        await gone(*whole)
         assert (await beside.status())["status"] == "live"
         await beside.watches()
 
@@ -421,7 +423,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_bac
     )
     try:
         for sent in (signal.SIGKILL, signal.SIGSTOP):
-            await running.all_ready(1)
+            await running.all_ready(1)  # the second time: the slot is back
             async with client(running) as page:
                 group = running.group_of(page.session["id"])
                 ranks = running.process_of(group, HOST).children(recursive=True)
@@ -433,7 +435,6 @@ async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_bac
                 if sent is signal.SIGKILL:
                     assert "rank1" in reason, "the one that died, not the one that misses it"
             await gone(*ranks)
-        await running.all_ready(1)
         text = httpx.get(f"{running.url}/metrics").text
         ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 2.0'
         assert ended in text

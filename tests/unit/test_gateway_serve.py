@@ -161,22 +161,6 @@ async def test_a_peer_sees_the_character_and_leaves_no_trace(tmp_path: Path) -> 
     assert left_over(tmp_path) == [] and not any(child.is_running() for child in children)
 
 
-async def test_a_killed_host_fails_its_session_and_the_next_one_works(tmp_path: Path) -> None:
-    async with server(tmp_path) as running, httpx.AsyncClient(base_url=running.url) as http:
-        session, peer = await connect(http)
-        await reach(http, session, "live")
-        host = psutil.Process(running.process.pid).children()[0]
-        orphans = host.children(recursive=True)
-        host.kill()
-        assert "exited with code -9" in (await reach(http, session, "failed"))["reason"]
-        await peer.close()
-        await free_again(http)
-        assert not any(child.is_running() for child in orphans), "the engine died with its host"
-        session, peer = await connect(http)
-        await reach(http, session, "live")
-        await peer.close()
-
-
 @pytest.mark.parametrize("ready", [True, False], ids=["ready", "starting"])
 async def test_ctrl_c_ends_everything(tmp_path: Path, ready: bool) -> None:
     async with server(tmp_path, ready=ready) as running:

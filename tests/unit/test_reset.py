@@ -73,12 +73,13 @@ class Searched:
         names = {data.hex(): name for name, data in visitor.secrets.items()}
         self._secrets_file.write_text("\n".join(names))
         found: dict[str, set[str]] = {}
-        for pid, process in self._pids.items():
-            answer = self._secrets_file.with_suffix(f".{pid}")
+        answers = {pid: self._secrets_file.with_suffix(f".{pid}") for pid in self._pids}
+        for pid, answer in answers.items():
             answer.unlink(missing_ok=True)
             os.kill(pid, signal.SIGUSR1)
-            await until(answer.exists, PATIENCE_S)
-            found[process] = {names[line] for line in answer.read_text().split()}
+        for pid, process in self._pids.items():
+            await until(answers[pid].exists, PATIENCE_S)
+            found[process] = {names[line] for line in answers[pid].read_text().split()}
         return found
 
 
