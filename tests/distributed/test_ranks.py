@@ -20,7 +20,8 @@ from characters_serve.model.linear import alone
 from characters_serve.model.shard import Shard, deal
 from characters_serve.model.weights import load_generator
 from tests.ranks_rig import end_ranks, start_ranks
-from tests.unit.small_model import SMALL
+from tests.unit import small_model
+from tests.unit.small_model import SMALL, sharpen
 
 CPU = torch.device("cpu")
 # Three heads and MLP tiles: two ranks cannot share them equally. Positions reset at chunk 8 first.
@@ -38,25 +39,14 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def network(shard: Shard | None, all_reduce: AllReduce) -> CharacterDiT:
-    dit = load_generator(MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce)
-    for block in dit.blocks:
-        # Sharp attention: a wrong head must show in what is drawn.
-        block.q_norm.weight.mul_(4)
-    dit.final.out.weight.mul_(5)
-    return dit
+    return sharpen(
+        load_generator(MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce)
+    )
 
 
 def session(dit: CharacterDiT) -> Tensor:
-    """Latents (steps, V, C) of an invented session, its positions reset three times."""
-    random = torch.Generator().manual_seed(1)
-    denoiser = Denoiser(dit, MODEL, Optimizations())
-    denoiser.start(torch.rand(1, 3, MODEL.height, MODEL.width, generator=random), seed=2)
-    latents = []
-    for _ in range(STEPS):
-        mel = torch.randn(1, dit.log_mel.num_frames, MODEL.audio.num_mels, generator=random)
-        controls = torch.rand(1, MODEL.frames_per_chunk, MODEL.num_controls, generator=random)
-        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), 4)[0])
-    return torch.stack(latents)
+    """Latents (steps, V, C) of a session, its positions reset three times."""
+    return small_model.session(Denoiser(dit, MODEL, Optimizations()), STEPS, prompt=0)
 
 
 @functools.cache

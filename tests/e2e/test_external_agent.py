@@ -20,7 +20,8 @@ from websockets.asyncio.client import ClientConnection
 from websockets.typing import Subprotocol
 
 from tests.e2e.rig import Measure, Server, running_server
-from tests.unit.session_rig import Browser, until
+from tests.unit.session_rig import Browser
+from tests.waiting import until
 
 README = Path(__file__).parents[2] / "README.md"
 # Above the sum of the test picture's beep (8,000) and nothing, below the tone less the beep.

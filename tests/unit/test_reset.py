@@ -28,8 +28,9 @@ from characters_serve.config import (
 )
 from characters_serve.messages import Done, OpenSession, Persona
 from tests.chat_server import chat_server, event
-from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.session_rig import Browser, HostParent
 from tests.unit.small_model import SMALL
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0

@@ -39,7 +39,8 @@ from characters_serve.messages import (
 )
 from characters_serve.processes import ChildFailed
 from characters_serve.session.children import MAX_AGENT_BACKLOG, Children
-from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.session_rig import Browser, HostParent, ping
+from tests.waiting import until
 
 CONFIG = Config(
     model=ModelConfig(width=192, height=128),
@@ -84,10 +85,6 @@ def threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
-def ping(number: int) -> str:
-    return json.dumps({"t": "ping", "id": number, "c": 0.0})
-
-
 def envelope(kind: str, **data: object) -> str:
     return json.dumps({"label": "rtvi-ai", "id": "1", "type": kind, "data": data})
 
@@ -97,12 +94,14 @@ async def test_a_session_from_open_to_close(host: HostParent) -> None:
     assert isinstance(await host.open("one"), Done)
     browser = Browser()
     await host.connect("one", browser)
+    browser.keep_beating()
     await until(lambda: len(browser.pictures) > 48 and len(browser.sounds) > 100)
     browser.channel.send(envelope("client-ready"))
     browser.channel.send(envelope("nonsense"))
     browser.probe.send(ping(5))
-    await until(lambda: {"bot-ready", "error"} <= set(browser.kinds()) and bool(browser.pongs))
-    assert browser.pongs[0]["id"] == 5 and browser.pongs[0]["media_ms"] > 0
+    await until(lambda: {"bot-ready", "error"} <= set(browser.kinds()))
+    await until(lambda: 5 in [pong["id"] for pong in browser.pongs])
+    assert browser.pongs[-1]["media_ms"] > 0
     await until(lambda: "metrics" in browser.kinds())
     assert isinstance(await host.ask(lambda n: Interrupt(n, "one")), Done)
     assert isinstance(await host.ask(lambda n: Say(n, "one", "hello")), Done)
@@ -167,7 +166,7 @@ async def test_a_client_that_comes_back_gets_the_same_character(host: HostParent
     await until(lambda: len(third.pictures) > 10)
     for browser in (second, third):
         await browser.close()
-    await until(lambda: host.state_names("taken-up")[-1] == "ended", 15)
+    await until(lambda: host.state_names("taken-up")[-1] == "ended")
     assert host.states[-1].reason == "the client did not come back"
     assert isinstance(await host.open("next"), Done)
 
@@ -178,7 +177,7 @@ async def test_a_silent_client_is_noticed_and_heard_again(host: HostParent) -> N
     browser = Browser()
     await host.connect("silent", browser)
     # It has opened the heartbeat's channel, and dies before its first beat.
-    await until(lambda: host.state_names("silent")[-1] == "reconnecting", 8)
+    await until(lambda: host.state_names("silent")[-1] == "reconnecting")
     browser.probe.send(ping(2))
     await until(lambda: host.state_names("silent")[-1] == "live")
     await browser.close()
@@ -196,7 +195,7 @@ async def test_limits_end_a_session_with_notice(host: HostParent) -> None:
     assert 0 < ends[0]["in_ms"] <= 1500 and ends[1]["in_ms"] == 0
     await browser.close()
     await host.open("unmet")
-    await until(lambda: host.state_names("unmet")[-1] == "ended", 12)
+    await until(lambda: host.state_names("unmet")[-1] == "ended")
     assert host.states[-1].reason == "no client connected in time"
 
 
@@ -260,7 +259,7 @@ async def test_an_engine_that_dies_fails_the_session_and_ends_the_group(tmp_path
     await host.connect("one", browser)
     await until(lambda: len(browser.pictures) > 5)
     os.kill(int(host.details["pid_pattern"]), signal.SIGKILL)
-    await until(lambda: bool(host.exits), 5)
+    await until(lambda: bool(host.exits))
     assert host.state_names("one")[-1] == "failed"
     assert host.states[-1].reason == "pattern exited with code -9"
     failures = [m for m in host.others if isinstance(m, Failed)]
@@ -280,16 +279,9 @@ async def test_the_diffusion_engine_plays_and_its_decoder_may_not_hang(tmp_path:
     )
     host = HostParent(tmp_path, config)
     await host.start()
-    for name in ("one", "two"):
-        assert isinstance(await host.open(name), Done)
-        browser = Browser()
-        await host.connect(name, browser)
-        await until(partial(has_media, browser), 20)
-        if name == "one":
-            assert isinstance(await host.close(name), Done)
-            await browser.close()
+    browser = await host.reach_second_session()
     os.kill(int(host.details["pid_decoder"]), signal.SIGSTOP)
-    await until(lambda: bool(host.exits), 30)
+    await until(lambda: bool(host.exits))
     assert host.states[-1].state == "failed"
     assert host.states[-1].reason == "decoder exited with code -9"
     for name in ("pid_rank0", "pid_decoder"):
@@ -309,16 +301,11 @@ async def test_an_engine_that_hangs_is_the_groups_fault(tmp_path: Path) -> None:
     browser = Browser()
     await host.connect("one", browser)
     await until(lambda: len(browser.pictures) > 5)
+    browser.keep_beating()
     os.kill(int(host.details["pid_pattern"]), signal.SIGSTOP)
-
-    def beats_until_exit() -> bool:
-        if browser.probe.readyState == "open":
-            browser.probe.send(ping(1))
-        return bool(host.exits)
-
-    await until(lambda: beats_until_exit() or watched(host, "chunk_stalled"), 9)
+    await until(lambda: host.exits or watched(host, "chunk_stalled"))
     assert not host.exits and host.metrics[-1].counters["chunk_watchdog_total"] == 1
-    await until(beats_until_exit, 20)
+    await until(lambda: bool(host.exits))
     assert host.state_names("one")[-1] == "failed"
     states = [e["data"] for e in browser.events if e["type"] == "server-message"]
     assert {"kind": "avatar-state", "state": "stalled"} in states
@@ -334,7 +321,7 @@ async def test_how_long_a_group_may_be_without_a_chunk_is_configured(tmp_path: P
     os.kill(int(host.details["pid_pattern"]), signal.SIGSTOP)
     browser = Browser()
     await host.connect("one", browser)
-    await until(lambda: bool(host.exits), 30)
+    await until(lambda: bool(host.exits))
     failed = next(state for state in host.states if state.state == "failed")
     assert "no chunk for" in failed.reason
     # The kernel's ping of the stopped process would have taken ten times as long.
@@ -353,7 +340,7 @@ async def test_a_host_that_is_stopped_in_a_session_ends_it_first(tmp_path: Path)
     await until(lambda: len(browser.pictures) > 5)
     await host.stop()
     assert host.child.pid is not None and not Path(f"/proc/{host.child.pid}").exists()
-    await until(lambda: not Path(f"/proc/{engine}").exists(), 5)
+    await until(lambda: not Path(f"/proc/{engine}").exists())
     await browser.close()
 
 
@@ -364,7 +351,7 @@ async def test_a_killed_host_takes_its_children_with_it(tmp_path: Path) -> None:
     assert host.child.pid is not None
     os.kill(host.child.pid, signal.SIGKILL)
     await until(lambda: bool(host.exits))
-    await until(lambda: not Path(f"/proc/{engine}").exists(), 5)
+    await until(lambda: not Path(f"/proc/{engine}").exists())
     await host.child.kill()
 
 
