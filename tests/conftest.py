@@ -1,23 +1,12 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be told at import."""
+"""What must be set before torch and Triton are imported."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+# The tests' small layers are slower on two threads, and 20 times slower beside another process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
+    # Without a GPU the Triton kernels run in Triton's interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small layers are slower on two threads, and far slower when another process runs."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

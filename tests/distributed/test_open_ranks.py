@@ -23,8 +23,6 @@ from tests.unit.small_causal_wan import model_of
 from tests.unit.small_causal_wan import network as causal_wan
 from tests.unit.test_open_fast_paths import FUSED, TALKER, TalkerStream, stream
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 ENDED_S = 90.0
 CHUNKS = 4

@@ -23,8 +23,6 @@ from tests.ranks_rig import end_ranks, start_ranks
 from tests.unit import small_model
 from tests.unit.small_model import SMALL, sharpen
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 # Three heads and MLP tiles: two ranks cannot share them equally. Positions reset at chunk 8 first.
 MODEL = ModelConfig(

@@ -16,8 +16,6 @@ from characters_serve.model.kv_cache import make_cache
 from characters_serve.model.weights import load_generator
 from tests.unit.small_model import SMALL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 FAST = Optimizations()
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False, precomputed_modulation=False)

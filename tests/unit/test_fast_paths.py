@@ -18,8 +18,6 @@ from characters_serve.model.weights import load_generator
 from tests.unit import small_model
 from tests.unit.small_model import session, sharpen
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = ModelConfig(
     **{
         **small_model.SMALL.model_dump(),

@@ -33,8 +33,6 @@ from characters_serve.model.weights import load_generator
 from tests.unit import small_model
 from tests.unit.small_model import session, sharpen
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SMALL = ModelConfig(**{**small_model.SMALL.model_dump(), "prompt_slots": 3, "prompt_dim": 16})
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False)
 SHIFTED = Optimizations(write_time_rope=True, ring_cache=False)

@@ -22,8 +22,6 @@ from characters_serve.model.rope import rotary_positions
 from tests.unit import small_live_avatar
 from tests.unit.small_live_avatar import SMALL, drawn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "tests" / "data" / "parity" / "live_avatar"
 FLAGS = {

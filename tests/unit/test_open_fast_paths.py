@@ -28,8 +28,6 @@ from tests.unit.small_live_avatar import drawn
 from tests.unit.test_causal_wan import CONFIGS
 from tests.unit.test_kv_cache import NothingOnTheHost
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False, precomputed_modulation=False)
 FUSED = ("fused_pre_attention", "fused_norm_quant")
 FP8 = ("fp8_gemm", "fp8_kv_cache")
