@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-# The tests' small layers are slower on two threads, and 20 times slower beside another process.
+# Small layers are slower on two threads, and beside other processes far slower: 0.13 s became 5.5.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU the Triton kernels run in Triton's interpreter.

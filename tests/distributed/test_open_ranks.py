@@ -73,7 +73,6 @@ def sessions(folder: Path, rank: int, size: int, all_reduce: AllReduce) -> dict[
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     ranks = Ranks(EngineConfig(tensor_parallel=2, rank_timeout_s=60.0), folder, rank, CPU)
     ranks.join()
     torch.save(sessions(folder, rank, 2, ranks.all_reduce), folder / f"{rank}.pt")

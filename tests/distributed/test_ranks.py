@@ -56,7 +56,6 @@ def of_one_rank() -> Tensor:
 
 def run_rank(rank: int, size: int, folder: Path, timeout_s: float, ends: str) -> None:
     """A session, the same with the last rank late at every sum, and then that rank's end."""
-    torch.set_num_threads(1)
     engine = EngineConfig(tensor_parallel=size, rank_timeout_s=timeout_s)
     ranks = Ranks(engine, folder, rank, CPU)
     is_last, lateness = rank == size - 1, iter([0.0, 0.0, 0.01] * 1000)

@@ -68,7 +68,6 @@ def launch(end: Exchange, given: Inputs, gate: Tensor | None = None) -> Tensor:
 
 
 def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Path) -> None:
-    torch.set_num_threads(1)
     made = {}
     for (size, plan), regions in memory.items():
         if rank >= size:
