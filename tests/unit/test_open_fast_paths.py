@@ -152,7 +152,7 @@ def test_compiled_pieces_are_the_plain_path(name: str, monkeypatch: pytest.Monke
     real_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compiled)
     assert error(stream(denoiser(name, flags("compile")), 3), name) < 1e-5
-    assert traced == ["_norm_modulate", "_add", "_gelu", "_add"]
+    assert traced == ["_norm_modulate", "add_branch", "_gelu", "add_branch"]
 
 
 class TracedStep:
