@@ -267,19 +267,11 @@ class ModelConfig(Frozen):
             return self
         if self.wan is None or self.live_avatar is None:
             raise ValueError(f"family {self.family} needs wan and live_avatar")
-        if self.num_heads * self.head_dim != self.dim:
-            raise ValueError("dim must be num_heads x head_dim")
-        if self.audio_tokens or self.control_tokens or self.prompt_slots:
-            raise ValueError(
-                "audio_tokens, control_tokens and prompt_slots must be 0: voice and text are "
-                "cross-attended to, and take no slots"
-            )
-        if self.patch != 2 or self.reference_stride != self.token_stride:
-            raise ValueError("patch must be 2, and reference_stride one token's pixels")
+        self._check_wan_line()
+        if self.reference_stride != self.token_stride:
+            raise ValueError("reference_stride must be one token's pixels")
         if self.cache_policy != "per_pass":
             raise ValueError(f"family {self.family} needs cache_policy per_pass")
-        if self.frames_per_chunk != 4 * self.latents_per_chunk:
-            raise ValueError("a latent holds four frames: frames_per_chunk does not fit")
         if (
             self.audio.hop * self.fps != self.audio.sample_rate
             or self.audio.n_fft != self.audio.hop
@@ -290,16 +282,22 @@ class ModelConfig(Frozen):
             raise ValueError("live_avatar.audio_after_blocks must rise and name blocks")
         return self
 
+    def _check_wan_line(self) -> None:
+        if self.num_heads * self.head_dim != self.dim:
+            raise ValueError("dim must be num_heads x head_dim")
+        if self.audio_tokens or self.control_tokens or self.prompt_slots:
+            raise ValueError(
+                "audio_tokens, control_tokens and prompt_slots must be 0: voice and text are "
+                "cross-attended to, and take no slots"
+            )
+        if self.patch != 2 or self.frames_per_chunk != 4 * self.latents_per_chunk:
+            raise ValueError("patch must be 2, and frames_per_chunk 4 x latents_per_chunk")
+
     def _check_causal_wan(self) -> None:
         own = self.causal_wan
         if self.wan is None or own is None or self.live_avatar is not None:
             raise ValueError("family causal_wan needs wan and causal_wan alone")
-        if self.num_heads * self.head_dim != self.dim:
-            raise ValueError("dim must be num_heads x head_dim")
-        if self.audio_tokens or self.control_tokens or self.prompt_slots:
-            raise ValueError("audio_tokens, control_tokens and prompt_slots must be 0")
-        if self.patch != 2 or self.frames_per_chunk != 4 * self.latents_per_chunk:
-            raise ValueError("patch must be 2, and frames_per_chunk 4 x latents_per_chunk")
+        self._check_wan_line()
         if self.cache_policy != "clean_pass" or not self.redraw_noise:
             raise ValueError("family causal_wan needs cache_policy clean_pass and redraw_noise")
         if self.latents_per_chunk > own.window_latents - own.sink_latents:

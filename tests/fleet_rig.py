@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.pool import Lease
 from characters_serve.gateway.service import fleet_class
 from characters_serve.messages import HostMetrics, Persona, SessionState
+from tests.waiting import until
 
 FAKE_HOST = "tests.fake_host"
 
@@ -83,12 +83,6 @@ async def running(
         await fleet.stop("test over")
 
 
-async def until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not true():
-            await asyncio.sleep(0.02)
-
-
 async def leased(fleet: Fleet, session_id: str = "s1", instructions: str = "") -> Lease:
     await until(lambda: fleet.pool.counts()["ready"])
     lease = await fleet.reserve(session_id, 0)
@@ -96,6 +90,11 @@ async def leased(fleet: Fleet, session_id: str = "s1", instructions: str = "") -
     await fleet.group(lease).open_session(session_id, IMAGE, persona(instructions), 1, 60)
     assert fleet.pool.attach(lease)
     return lease
+
+
+def environment_of(pid: int | None) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def is_alive(pid: int | None) -> bool:

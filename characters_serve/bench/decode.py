@@ -13,9 +13,7 @@ Needs torch and pydantic only, so that it runs on a bare GPU machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import shlex
 import sys
 import time
 from collections import defaultdict
@@ -27,7 +25,7 @@ from typing import Any, Final, get_args
 import numpy as np
 import torch
 
-from characters_serve.bench.origin import commit, report, save
+from characters_serve.bench.origin import origin, report, save
 from characters_serve.bench.rank_step import RankStep
 from characters_serve.config import Config, ConfigError, Decoder, ModelConfig, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
@@ -53,10 +51,7 @@ def measure(
         "chunk_period_ms": round(config.model.chunk_period_s * 1000, 2),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "command": shlex.join(sys.orig_argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
     }
     models = readers(config.model)
     if shard_of:

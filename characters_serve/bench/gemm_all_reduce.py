@@ -19,10 +19,7 @@ it makes by itself of the inputs of all.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -46,7 +43,7 @@ from characters_kernels.gemm_all_reduce import (
 from characters_kernels.linear_fp8 import linear_fp8
 from characters_kernels.residual_norm import residual_norm
 from characters_serve.bench.followers import SETTLE_SHARE, following
-from characters_serve.bench.origin import commit, device_name, report, save
+from characters_serve.bench.origin import device_name, origin, report, save
 from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.device import choose_device
@@ -388,10 +385,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
             else "none",
             "nccl_nvls_enable": os.environ.get("NCCL_NVLS_ENABLE", "not set"),
             "device": device_name(member.device),
-            "torch": torch.__version__,
-            "command": shlex.join(["characters", *sys.argv[1:]]),
-            "commit": commit(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **origin(),
         }
         _measure(
             member, config.model, config.optimizations, **timing, result=result, out=options.out

@@ -10,8 +10,6 @@ Cases named `kernel[...]` try other tiles of the same kernel. Needs a GPU.
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from torch import Tensor
 from characters_kernels import attention, delta_rotate, gelu_quant, linear_fp8, ring_store
 from characters_kernels import residual_norm as norm
 from characters_kernels.fp8 import E4M3
-from characters_serve.bench.origin import commit, device_name, report, save
+from characters_serve.bench.origin import device_name, origin, report, save
 from characters_serve.bench.rank_step import graph_ms, random_e4m3, shard_of
 from characters_serve.config import Config, ModelConfig
 
@@ -253,9 +251,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         "shard_of": options.shard_of,
         "device": device_name(device),
         "copy_gb_s": round(bandwidth / 1e9),
-        "command": shlex.join(["characters", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
         "kernels": [],
     }
     for case in cases(model, device):

@@ -5,13 +5,27 @@ Knows nothing of what was measured.
 
 from __future__ import annotations
 
+import datetime
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def origin() -> dict[str, str]:
+    """What every result carries: the command as it was typed, the code, and the time."""
+    spec = sys.modules["__main__"].__spec__
+    program = ["python", "-m", spec.name] if spec else ["characters"]
+    return {
+        "torch": torch.__version__,
+        "command": shlex.join([*program, *sys.argv[1:]]),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def commit() -> str:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -36,7 +34,8 @@ from aiortc.contrib.media import MediaPlayer
 from aiortc.mediastreams import AudioStreamTrack, MediaStreamError
 from aiortc.rtp import RtcpSrPacket, RtpPacket
 
-from characters_serve.bench.origin import commit
+from characters_serve.bench.cores import usage
+from characters_serve.bench.origin import origin
 from characters_serve.engine.pattern import read_counter, read_flash
 
 Kind = Literal["audio", "video"]
@@ -407,40 +406,23 @@ class Viewer:
 # ---------------------------------------------------------------- the server's cost
 
 
-class LocalServer:
-    """The processes of the server that listens on a port of this machine."""
-
-    def __init__(self, gateway: psutil.Process) -> None:
-        self._gateway = gateway
-        self.pid = gateway.pid
-
-    @staticmethod
-    def at(url: str) -> LocalServer | None:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
-            return None
-        for connection in psutil.net_connections("tcp"):
-            listens = connection.status == psutil.CONN_LISTEN
-            if listens and getattr(connection.laddr, "port", 0) == port and connection.pid:
-                return LocalServer(psutil.Process(connection.pid))
+def gateway_at(url: str) -> psutil.Process | None:
+    """The process that listens there, where that is on this machine."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
         return None
-
-    def usage(self) -> tuple[float, float]:
-        """Processor seconds so far, and resident MB, of all its processes."""
-        cpu_s, rss = 0.0, 0
-        for process in (self._gateway, *self._gateway.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                used = process.cpu_times()
-                cpu_s += used.user + used.system
-                rss += process.memory_info().rss
-        return cpu_s, rss / 1e6
+    for connection in psutil.net_connections("tcp"):
+        listens = connection.status == psutil.CONN_LISTEN
+        if listens and getattr(connection.laddr, "port", 0) == port and connection.pid:
+            return psutil.Process(connection.pid)
+    return None
 
 
 async def measure(
     url: str, viewers: int, seconds: float, character: str, microphone: str | None
 ) -> dict[str, Any]:
-    server = LocalServer.at(url)
+    server = gateway_at(url)
     key = os.environ.get("CHARACTERS_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=30) as http:
@@ -449,26 +431,26 @@ async def measure(
         ]
         try:
             await asyncio.gather(*(viewer.join() for viewer in watching))
-            before, began_s = server.usage() if server else None, time.monotonic()
+            before, began_s = usage(server) if server else None, time.monotonic()
             await asyncio.sleep(seconds)
             elapsed_s = time.monotonic() - began_s
-            after = server.usage() if server else None
+            after = usage(server) if server else None
         finally:
             await asyncio.gather(*(viewer.leave() for viewer in watching))
     result: dict[str, Any] = {"viewers": [summary(viewer.seen) for viewer in watching]}
     if before and after:
-        result["server_cores_per_session"] = round((after[0] - before[0]) / elapsed_s / viewers, 3)
-        result["server_rss_mb_per_session"] = round(after[1] / viewers, 1)
+        cores = (after.cpu_s - before.cpu_s) / elapsed_s
+        result["server_cores_per_session"] = round(cores / viewers, 3)
+        result["server_rss_mb_per_session"] = round(after.resident / 1e6 / viewers, 1)
     return result
 
 
-def origin() -> dict[str, Any]:
-    """What every result carries: where, when and of which code."""
+def circumstances() -> dict[str, Any]:
+    """What every result carries: on which machine, how busy, and of which code."""
     return {
-        "commit": commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_average": round(os.getloadavg()[0], 2),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 
@@ -496,8 +478,7 @@ def main() -> int:
     except (httpx.HTTPError, RuntimeError, TimeoutError, ValueError) as error:
         sys.stderr.write(f"no measurement: {error or type(error).__name__}\n")
         return 1
-    command = shlex.join(["python", "-m", "characters_serve.bench.session", *sys.argv[1:]])
-    sys.stdout.write(json.dumps({**result, "command": command, **origin()}) + "\n")
+    sys.stdout.write(json.dumps({**result, **circumstances()}) + "\n")
     return 0
 
 

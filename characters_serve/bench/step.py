@@ -9,9 +9,6 @@ which command, on which commit and machine. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from characters_serve.bench.origin import commit, device_name, report
+from characters_serve.bench.origin import device_name, origin, report
 from characters_serve.config import Config, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
@@ -78,10 +75,7 @@ def measure(config: Config, num_steps: int) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "rank_threads": config.engine.rank_threads,
         "decoder_threads": config.engine.decoder_threads,
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "-m", "characters_serve.bench.step", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 

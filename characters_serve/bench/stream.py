@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import shlex
-import sys
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +28,7 @@ import torch
 from torch import Tensor
 
 from characters_serve.bench.followers import SETTLE_SHARE, following
-from characters_serve.bench.origin import commit, device_name, report
+from characters_serve.bench.origin import device_name, origin, report
 from characters_serve.config import Config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
@@ -258,14 +255,8 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
     if member.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(member.device)
         result["rank0_memory_gb"] = round(peak / 1e9, 1)
-    return result | {
-        "device": device_name(member.device),
-        "dtype": str(member.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "command": shlex.join(["characters", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+    dtype = str(member.dtype).removeprefix("torch.")
+    return result | {"device": device_name(member.device), "dtype": dtype} | origin()
 
 
 def _figures(chunks: list[Chunk], fps: int) -> dict[str, Any]:

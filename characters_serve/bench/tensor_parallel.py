@@ -14,10 +14,7 @@ Imports no sockets and no media, so that it runs on a bare GPU machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import numpy as np
 import torch
 
 from characters_serve.bench.followers import SETTLE_SHARE, following
-from characters_serve.bench.origin import commit, report
+from characters_serve.bench.origin import origin, report
 from characters_serve.config import Config, load_config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
@@ -158,10 +155,7 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         "chunk_period_ms": round(model.chunk_period_s * 1000, 2),
         "device": torch.cuda.get_device_name(leader.device) if on_gpu else "cpu",
         "dtype": str(leader.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", "-m", _MODULE, *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
     }
     if unfused_ms:
         result["unfused_step_ms_median"] = round(float(np.median(unfused_ms)), 2)
@@ -177,9 +171,6 @@ def _collective(config: Config, on_gpu: bool) -> str:
     if config.optimizations.two_shot_all_reduce:
         return "two_shot"
     return "nccl" if on_gpu else "gloo"
-
-
-_MODULE = "characters_serve.bench.tensor_parallel"
 
 
 def main() -> int:

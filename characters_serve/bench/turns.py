@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +25,7 @@ import time
 import wave
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +34,8 @@ import numpy as np
 import psutil
 import torch
 
-from characters_serve.bench.origin import commit, device_name, report
+from characters_serve.bench.cores import usage
+from characters_serve.bench.origin import device_name, origin, report
 
 QUESTIONS: Final = (
     "What is your name?",
@@ -303,9 +302,7 @@ def summary(turns: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def measure(
-    num_turns: int, num_sessions: int, overrides: list[str], command: Sequence[str]
-) -> dict[str, Any]:
+def measure(num_turns: int, num_sessions: int, overrides: list[str]) -> dict[str, Any]:
     turns: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     barge_ins: list[float] = []
@@ -313,7 +310,7 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with serving(folder, overrides) as (url, server):
-            before, began_s = _cpu_s(server), time.monotonic()
+            before, began_s = usage(server), time.monotonic()
             for index in range(num_sessions):
                 share = range(len(turns), num_turns * (index + 1) // num_sessions)
                 texts = [QUESTIONS[number % len(QUESTIONS)] for number in share]
@@ -326,9 +323,7 @@ def measure(
                 barge_ins += [] if over_it_ms is None else [over_it_ms]
                 sys.stderr.write(f"session {index + 1} of {num_sessions}\n")
             elapsed_s = time.monotonic() - began_s
-            server_s, others_s = (
-                after - earlier for after, earlier in zip(_cpu_s(server), before, strict=True)
-            )
+            after = usage(server)
     numbers = [e["data"] for e in events if "held_ms" in (e.get("data") or {})]
     about = [e["data"] for e in events if e["type"] == "bot-ready"]
     stages_ms = summary(turns)
@@ -350,15 +345,13 @@ def measure(
         "fps_median": round(float(np.median([n["fps"] for n in numbers])), 2) if numbers else None,
         **{name: round(amount, 1) for name, amount in sorted(missed.items())},
         "seconds": round(elapsed_s, 1),
-        "server_cores": round(server_s / elapsed_s, 2),
-        "other_cores_with_browser": round(others_s / elapsed_s, 2),
+        "server_cores": round((after.cpu_s - before.cpu_s) / elapsed_s, 2),
+        "other_cores_with_browser": round((after.others_s - before.others_s) / elapsed_s, 2),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "nice": os.nice(0),
         "each": turns,
         "device": f"{os.cpu_count()} x {device_name(torch.device('cpu'))}",
-        "command": shlex.join(["characters", "bench", "turns", *command]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
     }
 
 
@@ -409,18 +402,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     image.save(path)
 
 
-def _cpu_s(server: psutil.Process) -> tuple[float, float]:
-    """Processor time so far: of the server's processes, and of everything else on the machine."""
-    spent = psutil.cpu_times()
-    busy = sum(spent) - spent.idle - spent.iowait - spent.guest - spent.guest_nice
-    ours = 0.0
-    for process in (server, *server.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            ours += used.user + used.system
-    return ours, busy - ours
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="characters bench turns", description="Times spoken turns through a real browser."
@@ -430,11 +411,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sessions", type=int, default=12)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--chart", type=Path, metavar="PNG")
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     if not 1 <= options.sessions <= options.turns:
         parser.error("--sessions must lie between 1 and --turns")
-    result = measure(options.turns, options.sessions, options.overrides, arguments)
+    result = measure(options.turns, options.sessions, options.overrides)
     if options.chart:
         draw(result, options.chart)
     report(result, options.out)

@@ -10,8 +10,6 @@ output, and the file, are one JSON object; after each bar the file holds what is
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from characters_serve.bench import gemm_all_reduce, kernels, stream
-from characters_serve.bench.origin import commit, device_name, report, save
+from characters_serve.bench.origin import device_name, origin, report, save
 from characters_serve.bench.picture import draw_waterfall
 from characters_serve.bench.rank_step import (
     CATEGORIES,
@@ -69,9 +67,7 @@ def waterfall(
     calls = min(_FLOOR_CALLS, rank.config.all_reduces_per_step)
     result: dict[str, Any] = describe(rank, options.shard_of) | {
         "device": device_name(rank.device),
-        "command": shlex.join(["characters", *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **origin(),
         "seconds": options.seconds,
     }
     if rank.device.type == "cuda":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.attention import attention
 from characters_serve.model.audio import AudioEncoder, log_mel_for
 from characters_serve.model.image_encoder import ImageEncoder
-from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.kv_cache import KVCache, attend_and_store
 from characters_serve.model.linear import (
     AllReduce,
     ColumnParallelLinear,
@@ -31,7 +31,7 @@ from characters_serve.model.linear import (
     in_projection_cut,
     out_projection_cut,
 )
-from characters_serve.model.rope import rotary_positions, rotate
+from characters_serve.model.rope import rotary_positions
 from characters_serve.model.shard import Shard, deal, narrow
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -233,16 +233,10 @@ class CharacterDiT(nn.Module):
         """The session's first forward pass: fills the cache's prefix in every block."""
         x = self.embed_prefix(image, prompt)
         positions = rotary_positions(self.config, x.device).prefix()[: x.shape[1]]
-
-        def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-            cache.calibrate(block, q, k, v)
-            for index in range(self.config.num_caches):
-                cache.store_prefix(block, index, k, v)
-            return attention(rotate(q, positions), rotate(k, positions), v)
-
+        num_caches = self.config.num_caches
         for index, block in enumerate(self.blocks):
-            modulation = block.modulate(self.prefix_embedding)
-            x = block(x, modulation, lambda q, k, v, i=index: attend_and_store(q, k, v, i))
+            attend = partial(attend_and_store, cache, index, num_caches, positions)
+            x = block(x, block.modulate(self.prefix_embedding), attend)
 
     def forward(
         self,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from characters_kernels.delta_rotate import delta_rotate
 from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.model.attention import attention
 from characters_serve.model.kv_numbers import Numbers, make_numbers
 from characters_serve.model.open.frame_cache import FusedRingFrameCache, make_frame_cache
 from characters_serve.model.ring_writer import QueryKeyNorm, RingWriter
@@ -60,6 +61,8 @@ def make_cache(
     saturated: Tensor | None = None,
 ) -> KVCache:
     """saturated: (1,) int32 on the device, counts values that did not fit FP8."""
+    if optimizations.fused_pre_attention and batch != 1:
+        raise ValueError("fused_pre_attention serves one session: its batch must be 1")
     if saturated is None:
         saturated = torch.zeros(1, dtype=torch.int32, device=device)
     numbers = make_numbers(model, optimizations, torch.device(device), dtype, saturated)
@@ -71,6 +74,17 @@ def make_cache(
     if optimizations.fused_pre_attention:
         kind = FusedRingCache
     return kind(model, rotary_positions(model, device), numbers, batch, device, saturated)
+
+
+def attend_and_store(
+    cache: KVCache, block: int, num_caches: int, angles_SD: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """A prefix, q and k not rotated, attends to itself alone, and each of the block's caches keeps
+    it: (B, S, H x D)."""
+    cache.calibrate(block, q, k, v)
+    for index in range(num_caches):
+        cache.store_prefix(block, index, k, v)
+    return attention(rotate(q, angles_SD), rotate(k, angles_SD), v)
 
 
 class _CacheBuffers:
@@ -292,8 +306,6 @@ class FusedRingCache(RingCache):
         device: torch.device | str,
         saturated: Tensor,
     ) -> None:
-        if batch != 1:
-            raise ValueError("fused_pre_attention serves one session: its batch must be 1")
         self._writer = RingWriter(model, numbers, device, saturated)
         super().__init__(model, positions, numbers, batch, device, saturated)
 
@@ -309,10 +321,9 @@ class FusedRingCache(RingCache):
         self, block: int, cache: int, projected: Tensor, norm: QueryKeyNorm
     ) -> Tensor:
         """projected: (>= S, | q | k | v | ...), not normed -> (S, H x D)."""
-        k, v = self._k[block, cache], self._v[block, cache]
-        q = self._writer.write(block, projected, norm, k[0], v[0])
         read = slice(self._first_slot, self._filled.stop)
-        return self._numbers.attend(block, q, k[:, read], v[:, read])[0]
+        k, v = self._k[block, cache], self._v[block, cache]
+        return self._writer.attend(block, projected, norm, k, v, read)
 
     @property
     def is_full(self) -> bool:

@@ -1,8 +1,8 @@
 """A chunk's q, k, v from a block's in-projection into a ring of slots, in one kernel.
 
-In: the in-projection's output, and where the chunk stands. Out: rotated queries; keys and values in
-their slots. Slot and angles live on the device, so that a captured step can be replayed. Knows
-nothing of which slots are whose.
+In: the in-projection's output, and where the chunk stands. Out: keys and values in their slots, and
+what the rotated queries find there. Slot and angles live on the device, so that a captured step can
+be replayed. Knows nothing of which slots are whose.
 
 Letters: S tokens of a chunk, L slots, H heads, D head dim.
 """
@@ -47,11 +47,16 @@ class RingWriter:
         torch.cos(angles_SD, out=self._cos)
         torch.sin(angles_SD, out=self._sin)
 
-    def write(
-        self, block: int, projected: Tensor, norm: QueryKeyNorm, k_LHD: Tensor, v_LHD: Tensor
+    def attend(
+        self,
+        block: int,
+        projected: Tensor,
+        norm: QueryKeyNorm,
+        k_1LHD: Tensor,
+        v_1LHD: Tensor,
+        read: slice,
     ) -> Tensor:
-        """projected: (>= S, | q | k | v | ...), not normed. Returns q (1, S, H, D), packed, which
-        the next call overwrites."""
+        """projected: (>= S, | q | k | v | ...), not normed. read: slots. Returns (S, H x D)."""
         ring_store(
             projected,
             norm.q_weight,
@@ -62,10 +67,10 @@ class RingWriter:
             *self._numbers.scales_QKV[:, block],
             norm.eps,
             self._q[0],
-            k_LHD,
-            v_LHD,
+            k_1LHD[0],
+            v_1LHD[0],
             self._saturated,
             norm.square_sums,
             norm.width,
         )
-        return self._q
+        return self._numbers.attend(block, self._q, k_1LHD[:, read], v_1LHD[:, read])[0]

@@ -57,7 +57,7 @@ class TorchNorms:
     def __init__(self, tokens: int, compiled: bool) -> None:
         self._tokens = tokens
         self._norm = piece(norm_modulate, compiled)
-        self._add = piece(_add, compiled)
+        self._add = piece(add_branch, compiled)
 
     def first(self, x_BSD: Tensor, following: int, modulation: Modulation) -> Tensor:
         return self._norm(x_BSD, modulation.scale, modulation.shift)
@@ -161,7 +161,7 @@ class SteadyPass:
         )
         self._tokens = tokens
         self._embed = piece(model.embed_chunk, compiled)
-        self._add = piece(_add, compiled)
+        self._add = piece(add_branch, compiled)
         self._final = piece(model.final.forward, compiled)
 
     def __call__(
@@ -184,7 +184,7 @@ class SteadyPass:
         return self._final(x[:, : self._video_tokens], *modulation.final)
 
 
-def _add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+def add_branch(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     return x + gate * branch
 
 

@@ -29,6 +29,7 @@ from characters_serve.session.conversation import Conversation
 from characters_serve.session.counters import Counters
 from characters_serve.session.degrade import DegradeLadder
 from characters_serve.session.events import (
+    RTVI_VERSION,
     BadMessage,
     ClientInterrupt,
     ClientReady,
@@ -263,7 +264,7 @@ class LiveSession:
     def _about(self) -> dict[str, Any]:
         agent = self._agent
         return {
-            "version": "1.0.0",
+            "version": RTVI_VERSION,
             "about": {"library": "characters-serve", "model": self._config.model.name},
             "listener": agent.listener if agent else "nobody",
             "voice": agent.voice if agent else "none",

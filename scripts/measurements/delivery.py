@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import httpx
 import numpy as np
 from playwright.async_api import ViewportSize
 
-from characters_serve.bench.session import Viewer, origin, summary
+from characters_serve.bench.session import Viewer, circumstances, summary
 from tests.e2e.rig import Others, Server, browser, new_tab, running_server
 from tests.e2e.watching import Figures, Sample, watching
 from tests.relay import CLEAN, Conditions
@@ -362,7 +361,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     wanted = options.only or ["networks", "cores", "cycles"]
-    command = shlex.join(["python", "-m", "scripts.measurements.delivery", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts: dict[str, Callable[[], Coroutine[Any, Any, dict[str, Any]]]] = {
@@ -372,7 +370,7 @@ def main() -> int:
             "soak": lambda: soaks(60 * options.minutes, folder),
         }
         for part in wanted:
-            result = {"command": command, **origin(), **asyncio.run(parts[part]())}
+            result = {**circumstances(), **asyncio.run(parts[part]())}
             before = json.loads(options.out.read_text()) if options.out.exists() else {}
             options.out.write_text(json.dumps({**before, part: result}, indent=2) + "\n")
     return 0

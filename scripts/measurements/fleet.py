@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
-from characters_serve.bench.session import Viewer, origin, summary
+from characters_serve.bench.session import Viewer, circumstances, summary
 from characters_serve.fleet.layout import GroupShape, uniform_host
 from characters_serve.fleet.pool import Pool
 from characters_serve.fleet.simulate import Timing, Visit, generate_trace, simulate
@@ -400,9 +400,8 @@ def main() -> int:
         "cold_start": lambda: with_groups(2, cold_starts, options.starts, *options.set),
         "soak": lambda: soak(options.seconds, options.seed),
     }
-    command = shlex.join(["python", "-m", "scripts.measurements.fleet", *sys.argv[1:]])
     for name in options.only or parts:
-        result = {"command": command, **origin(), **work[name]()}
+        result = {**circumstances(), **work[name]()}
         sys.stderr.write(f"{name}: {json.dumps(result)}\n")
         kept = json.loads(options.out.read_text()) if options.out.exists() else {}
         options.out.write_text(json.dumps({**kept, name: result}, indent=2) + "\n")

@@ -10,9 +10,7 @@ first second, in which an encoder finds its rate, is not counted.
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +23,7 @@ from numpy.typing import NDArray
 
 from characters_serve.agent.voice import HibariVoice
 from characters_serve.bench.origin import save
-from characters_serve.bench.session import origin
+from characters_serve.bench.session import circumstances
 from characters_serve.config import load_config
 from characters_serve.evaluation.statistics import psnr
 from characters_serve.gateway.characters import load_characters
@@ -96,8 +94,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measures what each video bitrate is worth.")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    command = shlex.join(["python", "-m", "scripts.measurements.picture_rates", *sys.argv[1:]])
-    save({"command": command, **origin(), **measure(load_config().model.fps)}, options.out)
+    save({**circumstances(), **measure(load_config().model.fps)}, options.out)
     return 0
 
 

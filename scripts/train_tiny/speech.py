@@ -68,11 +68,6 @@ def quantise_mel(log_mel: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.asarray(np.clip(np.rint(scaled), 0, 255), np.uint8)
 
 
-def dequantise_mel(quantised: torch.Tensor) -> torch.Tensor:
-    """Unnormalised log-mel values of a quantised mel tensor."""
-    return MEL_LOW + quantised.float() * ((MEL_HIGH - MEL_LOW) / 255.0)
-
-
 TRAIN_ACCENTS: Final = (
     "en-us", "en-us", "en", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029", "de", "es", "it", "nl",
     "pt-br", "pl",

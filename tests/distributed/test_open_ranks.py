@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from characters_serve.model.open.causal_wan import CausalWan
 from characters_serve.model.open.live_avatar import LiveAvatar
 from characters_serve.model.shard import deal
 from characters_serve.model.weights import load_network, save_network
+from tests.ranks_rig import end_ranks, start_ranks
 from tests.unit import small_live_avatar
 from tests.unit.small_causal_wan import model_of
 from tests.unit.small_causal_wan import network as causal_wan
@@ -73,7 +73,6 @@ def sessions(folder: Path, rank: int, size: int, all_reduce: AllReduce) -> dict[
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     ranks = Ranks(EngineConfig(tensor_parallel=2, rank_timeout_s=60.0), folder, rank, CPU)
     ranks.join()
     torch.save(sessions(folder, rank, 2, ranks.all_reduce), folder / f"{rank}.pt")
@@ -91,16 +90,9 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def test_two_ranks_make_the_latents_of_one(checkpoints: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=run_rank, args=(rank, checkpoints)) for rank in range(2)]
-    for process in started:
-        process.start()
+    ranks = start_ranks(run_rank, 2, checkpoints)
     whole = sessions(checkpoints, 0, 1, alone)
-    for process in started:
-        process.join(ENDED_S)
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in started] == [0, 0]
+    assert end_ranks(ranks, ENDED_S) == [0, 0]
     one, other = (torch.load(checkpoints / f"{rank}.pt") for rank in range(2))
     for name, expected in whole.items():
         assert torch.equal(one[name], other[name]), name

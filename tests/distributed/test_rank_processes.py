@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,7 +29,6 @@ from characters_serve.engine.step_input import PackedStep, window_samples
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
-    Done,
     EndCharacter,
     Failed,
     Message,
@@ -43,14 +41,11 @@ from characters_serve.messages import (
     StepInput,
 )
 from characters_serve.processes import ControlLink
-from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.session_rig import HostParent
 from tests.unit.small_model import SMALL
+from tests.waiting import until
 
 LIVE_S = 40.0
-
-
-def has_pictures(browser: Browser) -> bool:
-    return len(browser.pictures) > 8
 
 
 def has_counts(host: HostParent) -> bool:
@@ -69,15 +64,7 @@ async def test_two_ranks_hold_sessions_and_end_with_the_one_that_dies(tmp_path: 
     await host.start()
     processes = [host.details[f"pid_{name}"] for name in ("rank0", "rank1", "decoder")]
     assert host.details["rank1_device"] == "cpu"
-    browser = Browser()
-    for name in ("one", "two"):
-        assert isinstance(await host.open(name), Done)
-        browser = Browser()
-        await host.connect(name, browser)
-        await until(partial(has_pictures, browser), LIVE_S)
-        if name == "one":
-            assert isinstance(await host.close(name), Done)
-            await browser.close()
+    browser = await host.reach_second_session()
     await until(lambda: has_counts(host), LIVE_S)
     os.kill(int(host.details["pid_rank1"]), signal.SIGKILL)
     await until(lambda: bool(host.exits), LIVE_S)

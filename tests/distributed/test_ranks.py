@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,9 @@ from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.linear import alone
 from characters_serve.model.shard import Shard, deal
 from characters_serve.model.weights import load_generator
-from tests.unit.small_model import SMALL
+from tests.ranks_rig import end_ranks, start_ranks
+from tests.unit import small_model
+from tests.unit.small_model import SMALL, sharpen
 
 CPU = torch.device("cpu")
 # Three heads and MLP tiles: two ranks cannot share them equally. Positions reset at chunk 8 first.
@@ -39,25 +39,14 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def network(shard: Shard | None, all_reduce: AllReduce) -> CharacterDiT:
-    dit = load_generator(MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce)
-    for block in dit.blocks:
-        # Sharp attention: a wrong head must show in what is drawn.
-        block.q_norm.weight.mul_(4)
-    dit.final.out.weight.mul_(5)
-    return dit
+    return sharpen(
+        load_generator(MODEL, device=CPU, dtype=torch.float32, shard=shard, all_reduce=all_reduce)
+    )
 
 
 def session(dit: CharacterDiT) -> Tensor:
-    """Latents (steps, V, C) of an invented session, its positions reset three times."""
-    random = torch.Generator().manual_seed(1)
-    denoiser = Denoiser(dit, MODEL, Optimizations())
-    denoiser.start(torch.rand(1, 3, MODEL.height, MODEL.width, generator=random), seed=2)
-    latents = []
-    for _ in range(STEPS):
-        mel = torch.randn(1, dit.log_mel.num_frames, MODEL.audio.num_mels, generator=random)
-        controls = torch.rand(1, MODEL.frames_per_chunk, MODEL.num_controls, generator=random)
-        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), 4)[0])
-    return torch.stack(latents)
+    """Latents (steps, V, C) of a session, its positions reset three times."""
+    return small_model.session(Denoiser(dit, MODEL, Optimizations()), STEPS, prompt=0)
 
 
 @functools.cache
@@ -67,7 +56,6 @@ def of_one_rank() -> Tensor:
 
 def run_rank(rank: int, size: int, folder: Path, timeout_s: float, ends: str) -> None:
     """A session, the same with the last rank late at every sum, and then that rank's end."""
-    torch.set_num_threads(1)
     engine = EngineConfig(tensor_parallel=size, rank_timeout_s=timeout_s)
     ranks = Ranks(engine, folder, rank, CPU)
     is_last, lateness = rank == size - 1, iter([0.0, 0.0, 0.01] * 1000)
@@ -93,29 +81,15 @@ def run_rank(rank: int, size: int, folder: Path, timeout_s: float, ends: str) ->
         (folder / f"{rank}.txt").write_text(str(error))
 
 
-def run_group(folder: Path, size: int, timeout_s: float, ends: str) -> list[BaseProcess]:
-    """Starts the ranks; returns once all but the last have ended."""
-    context = multiprocessing.get_context("spawn")
-    started: list[BaseProcess] = []
-    for rank in range(size):
-        process = context.Process(target=run_rank, args=(rank, size, folder, timeout_s, ends))
-        process.start()
-        started.append(process)
-    for member in started[:-1]:
-        member.join(ENDED_S)
-    for member in started:
-        member.kill()
-        member.join()
-    return started
-
-
 @pytest.mark.parametrize(
     ("size", "timeout_s", "ends"), [(2, 60.0, "dies"), (3, 8.0, "hangs")], ids=["2-dies", "3-hangs"]
 )
 def test_ranks_make_the_latents_of_one_and_miss_one_that_is_lost(
     tmp_path: Path, size: int, timeout_s: float, ends: str
 ) -> None:
-    processes = run_group(tmp_path, size, timeout_s, ends)
+    *others, last = start_ranks(run_rank, size, size, tmp_path, timeout_s, ends)
+    assert end_ranks(others, ENDED_S) == [0] * (size - 1)
+    end_ranks([last], 0)
     whole = of_one_rank()
     made = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
     for which in ("punctual", "late"):
@@ -123,7 +97,6 @@ def test_ranks_make_the_latents_of_one_and_miss_one_that_is_lost(
             assert torch.equal(latents[which], made[0]["punctual"])
     torch.testing.assert_close(made[0]["punctual"], whole, rtol=1e-3, atol=1e-3)
     for rank in range(size - 1):
-        assert processes[rank].exitcode == 0
         said = (tmp_path / f"{rank}.txt").read_text()
         assert said.startswith("another rank of the group is gone or late")
 

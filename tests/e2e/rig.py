@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,6 +30,9 @@ from playwright.async_api import (
     expect,
 )
 
+from characters_serve.bench.cores import usage
+from tests.serving import address_in, serve_command
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 READY_S = 90.0
@@ -39,6 +40,8 @@ STOP_S = 20.0
 FREE_S = 40.0
 LIVE_S = 20.0
 OTHERS_CORES = 0.3
+# Whether a machine is fast and quiet is known to who runs the tests.
+JUDGED = os.environ.get("JUDGE_FIGURES") == "1"
 
 FLAGS = (
     "--autoplay-policy=no-user-gesture-required",
@@ -86,11 +89,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """Processor time of the whole server so far."""
-        times = [
-            process.cpu_times()
-            for process in (self.gateway, *self.gateway.children(recursive=True))
-        ]
-        return sum(used.user + used.system for used in times)
+        return usage(self.gateway).cpu_s
 
     def wait_until(self, what: str, holds: Callable[[], bool], within_s: float) -> None:
         deadline_s = time.monotonic() + within_s
@@ -134,10 +133,7 @@ def running_server(
     log = run_dir / "log.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, "serve"),
-                *(part for setting in all_settings for part in ("--set", setting)),
-            ],
+            serve_command(*all_settings, module=module),
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -145,9 +141,7 @@ def running_server(
     server = Server(process, run_dir, log)
     try:
         server.wait_until("the server listens", lambda: b"http://" in log.read_bytes(), READY_S)
-        found = re.search(r"http://\S+:\d+", log.read_text())
-        assert found is not None
-        server.url = found[0]
+        server.url = address_in(log.read_text())
         server.wait_until("a group is ready", lambda: "\nOpen http" in log.read_text(), READY_S)
         yield server
         children = server.gateway.children(recursive=True)
@@ -173,19 +167,6 @@ def chromium() -> str | None:
     return str(found[-1]) if found else None
 
 
-def cpu_s() -> tuple[float, float]:
-    """Processor time so far: of this test with all that it started, and of everything else."""
-    spent = psutil.cpu_times()
-    busy = sum(spent) - spent.idle - spent.iowait - spent.guest - spent.guest_nice
-    me = psutil.Process()
-    ours = 0.0
-    for process in (me, *me.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            ours += used.user + used.system
-    return ours, busy - ours
-
-
 class Others:
     """What other programs take of this machine, from now on.
 
@@ -194,21 +175,26 @@ class Others:
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._spent_s = cpu_s()[1]
+        self._spent_s = usage(psutil.Process()).others_s
 
     @property
     def cores(self) -> float:
-        return (cpu_s()[1] - self._spent_s) / (time.monotonic() - self._began_s)
+        spent_s = usage(psutil.Process()).others_s - self._spent_s
+        return spent_s / (time.monotonic() - self._began_s)
 
     def can_judge(self, measure: Measure) -> bool:
         """Whether the figures are to be judged, and the others left enough for that.
 
-        They are always printed. Whether a machine is fast and quiet is known to who runs it: the
-        environment's JUDGE_FIGURES=1 says so.
+        They are always printed.
         """
         cores = self.cores
         measure("cores_of_others", round(cores, 2))
-        return os.environ.get("JUDGE_FIGURES") == "1" and cores < OTHERS_CORES
+        return JUDGED and cores < OTHERS_CORES
+
+
+def watched_s(seconds: float) -> float:
+    """How long figures are gathered: a third of it where nobody judges them."""
+    return seconds if JUDGED else seconds / 3
 
 
 class Tab:
@@ -283,7 +269,7 @@ class Tab:
         )
 
     async def passes(self, seconds: float) -> None:
-        """Lets the conversation go on while something is measured."""
+        """Lets the conversation go on."""
         await self.page.evaluate("s => new Promise(r => setTimeout(r, 1000 * s))", seconds)
 
     def authorization(self) -> dict[str, str]:

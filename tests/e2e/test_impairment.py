@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.rig import Measure, Server, running_server
+from tests.e2e.rig import Measure, Server, running_server, watched_s
 from tests.e2e.watching import Figures, watching
 from tests.relay import Conditions
 
@@ -26,7 +26,7 @@ def large_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 async def test_a_clean_network_costs_nothing(pattern: Server, measure: Measure) -> None:
     async with watching(pattern) as watcher:
-        figures = Figures.of(await watcher.watch(6))
+        figures = Figures.of(await watcher.watch(watched_s(6)))
         measure("figures", figures)
         if watcher.others.can_judge(measure):
             assert figures.fps >= 23.5
@@ -37,7 +37,7 @@ async def test_a_clean_network_costs_nothing(pattern: Server, measure: Measure) 
 
 async def test_five_percent_loss_is_repaired(pattern: Server, measure: Measure) -> None:
     async with watching(pattern, Conditions(delay_s=0.02, loss=0.05)) as watcher:
-        figures = Figures.of(await watcher.watch(10))
+        figures = Figures.of(await watcher.watch(watched_s(10)))
         measure("figures", figures)
         if watcher.others.can_judge(measure):
             assert figures.fps >= 23.5
@@ -49,7 +49,7 @@ async def test_a_narrow_link_is_not_overrun(large_server: Server, measure: Measu
     link_kbps = 1000
     narrow = Conditions(delay_s=0.02, kbps=link_kbps, queue_s=0.1)
     async with watching(large_server.when_free(), narrow) as watcher:
-        samples = await watcher.watch(12)
+        samples = await watcher.watch(watched_s(12))
         half = len(samples) // 2
         measure("first", Figures.of(samples[:half]))
         settled = Figures.of(samples[half:])
@@ -78,7 +78,7 @@ async def test_the_picture_is_back_after_a_blackout(pattern: Server, measure: Me
 
 async def test_jitter_does_not_part_voice_and_picture(pattern: Server, measure: Measure) -> None:
     async with watching(pattern, Conditions(delay_s=0.1, jitter_s=0.03)) as watcher:
-        samples = await watcher.watch(10)
+        samples = await watcher.watch(watched_s(10))
         figures = Figures.of(samples[len(samples) // 2 :])
         measure("figures", figures)
         if watcher.others.can_judge(measure):

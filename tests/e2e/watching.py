@@ -10,7 +10,7 @@ from typing import Any
 
 from playwright.async_api import Route
 
-from tests.e2e.rig import Others, Server, Tab, browser, new_tab
+from tests.e2e.rig import Others, Server, Tab, browser, new_tab, until
 from tests.relay import CLEAN, Conditions, Relay, relayed
 
 SAMPLE_S = 0.25
@@ -114,7 +114,11 @@ async def watching(server: Server, conditions: Conditions = CLEAN) -> AsyncItera
         relay.set(conditions)
         await tab.talk()
         yield Watcher(tab, relay)
-        assert relay.down.carried > 100, "the media took another way"
+
+        async def took_this_way() -> bool | None:
+            return relay.down.carried > 100 or None
+
+        await until("the media through the relay", took_this_way, 10)
         relay.set(CLEAN)
         if await tab.page.get_by_test_id("stop").is_visible():
             await tab.page.get_by_test_id("stop").click()

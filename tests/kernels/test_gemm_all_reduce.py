@@ -4,7 +4,6 @@ interpreter: the flags, the waiting and the order of the sum are those of the GP
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import time
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from characters_kernels.gemm_all_reduce import (
 from characters_kernels.linear_fp8 import linear_fp8_reference
 from characters_kernels.residual_norm import residual_norm_reference
 from characters_kernels.triton_jit import INSTALLED, INTERPRETED
+from tests.ranks_rig import end_ranks, start_ranks
 
 ROWS, COLUMNS, DEPTH = 29, 80, 48
 # The interpreter runs a rank's programs one after another, so none may wait for one after it: a
@@ -68,7 +68,6 @@ def launch(end: Exchange, given: Inputs, gate: Tensor | None = None) -> Tensor:
 
 
 def run_rank(rank: int, memory: dict[tuple[int, Plan], list[Tensor]], folder: Path) -> None:
-    torch.set_num_threads(1)
     made = {}
     for (size, plan), regions in memory.items():
         if rank >= size:
@@ -94,21 +93,8 @@ def test_one_to_three_ranks_sum_what_each_multiplies(tmp_path: Path) -> None:
         for size in SIZES
         for plan in PLANS
     }
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton"])
-    processes = [
-        context.Process(target=run_rank, args=(rank, memory, tmp_path)) for rank in range(SIZES[-1])
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(ENDED_S)
-    stuck = [process.is_alive() for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    assert not any(stuck)
-    assert [process.exitcode for process in processes] == [0] * SIZES[-1]
+    ranks = start_ranks(run_rank, SIZES[-1], memory, tmp_path)
+    assert end_ranks(ranks, ENDED_S) == [0] * SIZES[-1]
     made = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(SIZES[-1])]
     for (size, plan, call), found in made[0].items():
         for other in made[1:size]:

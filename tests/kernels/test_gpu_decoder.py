@@ -16,6 +16,7 @@ from characters_serve.config import ModelConfig, Optimizations, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.decode_graph import CapturedStream
 from characters_serve.model.decoders.latent_video import make_autoencoder
+from tests.kernels.gpu_rig import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,15 +119,10 @@ def test_a_steady_chunk_never_waits_and_takes_no_memory(decoder: Make, kind: str
     assert isinstance(stream, CapturedStream)
     film(made, model)
     given = latents(model, 2)
-    torch.cuda.synchronize()
     before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.inference_mode():
-            for latent in given:
-                stream.replay(latent)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waits(), torch.inference_mode():
+        for latent in given:
+            stream.replay(latent)
     with torch.inference_mode():
         stream.collect()
     after = torch.cuda.memory_stats()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.open.causal_wan import CausalWan
 from characters_serve.model.open.live_avatar import LiveAvatar
 from characters_serve.model.weights import load_network
+from tests.kernels.gpu_rig import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,16 +115,6 @@ def exact(family: str) -> Tensor:
 
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from characters_serve.config import ModelConfig, Optimizations, load_config
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.weights import load_generator
+from tests.kernels.gpu_rig import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,16 +78,6 @@ def fast() -> Session:
     session.start()
     session.run(MODEL.window_chunks + 8)  # past the first reset: all is compiled
     return session
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_steady_step_never_waits_for_the_device() -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of many files: torch on one thread, and a Ray cluster where Ray is installed."""
+"""A Ray cluster on this machine, for the tests that need one; without Ray they are skipped."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Of small tensors: on busy cores, threads that wait for each other take ten times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from characters_serve.messages import (
     SessionState,
 )
 from characters_serve.processes import ChildProcess
+from tests.waiting import until
 
 PERSONA = Persona("Ada", "Hello there.", {}, [], "")
 
@@ -42,6 +43,10 @@ class HandClock:
 
     def monotonic(self) -> float:
         return self.now_s
+
+
+def ping(number: int) -> str:
+    return json.dumps({"t": "ping", "id": number, "c": 0.0})
 
 
 class Browser:
@@ -71,6 +76,17 @@ class Browser:
 
     async def accept(self, sdp: str) -> None:
         await self.pc.setRemoteDescription(RTCSessionDescription(sdp, "answer"))
+
+    def keep_beating(self) -> None:
+        """The page's heartbeat, once a second until it is closed."""
+
+        async def beat() -> None:
+            while True:
+                if self.probe.readyState == "open":
+                    self.probe.send(ping(1))
+                await asyncio.sleep(1.0)
+
+        self._tasks.append(asyncio.create_task(beat()))
 
     def kinds(self) -> list[str]:
         return [event["type"] for event in self.events]
@@ -142,6 +158,18 @@ class HostParent:
         assert isinstance(answer, Answer), answer
         await browser.accept(answer.sdp)
 
+    async def reach_second_session(self) -> Browser:
+        """The client of "two", which plays, as "one" did before it was closed."""
+        for session_id in ("one", "two"):
+            assert isinstance(await self.open(session_id), Done)
+            browser = Browser()
+            await self.connect(session_id, browser)
+            await until(lambda seen=browser: len(seen.pictures) > 8 and len(seen.sounds) > 8)  # type: ignore[misc]
+            if session_id == "one":
+                assert isinstance(await self.close(session_id), Done)
+                await browser.close()
+        return browser
+
     async def close(self, session_id: str) -> Message:
         return await self.ask(lambda number: CloseSession(number, session_id, "closed by a test"))
 
@@ -163,10 +191,4 @@ class HostParent:
         self.exits.append(reason)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-__all__ = ["PERSONA", "Browser", "HandClock", "HostParent", "MediaBlackhole", "until"]
+__all__ = ["PERSONA", "Browser", "HandClock", "HostParent", "MediaBlackhole", "ping"]

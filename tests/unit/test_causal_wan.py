@@ -36,8 +36,6 @@ from tests.unit.small_causal_wan import (
 )
 from tests.unit.small_live_avatar import drawn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What the authors' code differs by between float32 and float64 is 5e-6.
 ATOL = 2e-5

@@ -16,8 +16,6 @@ from characters_serve.model.decoders.latent_video import LatentVideoDecoder, mak
 from characters_serve.model.decoders.stream import StreamState
 from characters_serve.model.weights import WeightsError, load_decoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CPU = torch.device("cpu")
 SETTINGS = {
     "reference_warp": {},

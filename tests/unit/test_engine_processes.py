@@ -1,4 +1,7 @@
-"""The engine's processes as their parent sees them: real processes, real sockets."""
+"""The engine's processes as their parent sees them: real processes, real sockets.
+
+They take seconds to start: tests that leave them whole share a group of each kind.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from characters_serve.channels import Channel, endpoint
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
@@ -37,6 +41,8 @@ PATTERN = Config(engine=EngineConfig(kind="pattern"))
 DIFFUSION = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
 ANSWER_S = 30.0
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 class Group:
     """The host's side of one group: what it binds, and what its children said."""
@@ -51,8 +57,9 @@ class Group:
         self.counts: list[StepCounts] = []
         self.exits: asyncio.Queue[str] = asyncio.Queue()
         self.children: dict[str, ChildProcess] = {}
+        self.details: dict[str, dict[str, str]] = {}
 
-    async def start(self, name: str, module: str, *arguments: str, **pings: Any) -> dict[str, str]:
+    async def start(self, name: str, module: str, *arguments: str, **pings: Any) -> None:
         child = ChildProcess(
             name,
             f"characters_serve.engine.{module}",
@@ -63,7 +70,11 @@ class Group:
             **pings,
         )
         self.children[name] = child
-        return (await child.start(timeout_s=60)).details
+        self.details[name] = (await child.start(timeout_s=60)).details
+
+    async def start_diffusion(self) -> None:
+        rank = self.start("rank0", "rank", "--rank", "0")
+        await asyncio.gather(self.start("decoder", "decoder"), rank)
 
     async def _hear(self, message: Message) -> None:
         if isinstance(message, StepCounts):
@@ -130,7 +141,7 @@ class Group:
 OpenGroup = Callable[[Config], Group]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def open_group(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OpenGroup]:
     groups: list[Group] = []
 
@@ -143,39 +154,53 @@ async def open_group(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
         await group.close()
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pattern(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Group]:
+    group = Group(tmp_path_factory.mktemp("g"), PATTERN)
+    await group.start("pattern", "pattern")
+    yield group
+    await group.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def diffusion(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Group]:
+    group = Group(tmp_path_factory.mktemp("g"), DIFFUSION)
+    await group.start_diffusion()
+    yield group
+    await group.close()
+
+
 def counter(group: Group, frame: bytes) -> int | None:
     return read_counter(luma_of(frame, group.model.width, group.model.height))
 
 
-async def test_pattern_answers_steps_with_their_frames(open_group: OpenGroup) -> None:
-    group = open_group(PATTERN)
-    await group.start("pattern", "pattern")
-    await group.start_character("one")
+async def test_pattern_answers_steps_with_their_frames(pattern: Group) -> None:
+    await pattern.start_character("one")
     for index in range(3):
-        await group.send_step("one", index)
+        await pattern.send_step("one", index)
     for index in range(3):
-        chunk = await group.next_chunk()
+        chunk = await pattern.next_chunk()
         assert (chunk.session_id, chunk.epoch, chunk.chunk_index) == ("one", 1, index)
         assert (chunk.utterance_id, chunk.utterance_offset_ms) == (5, 20.0)
-        assert [counter(group, frame) for frame in chunk.frames_i420] == [
+        assert [counter(pattern, frame) for frame in chunk.frames_i420] == [
             4 * index + frame for frame in range(4)
         ]
+    await pattern.end_character("one")
 
 
-async def test_steps_of_another_session_are_dropped(open_group: OpenGroup) -> None:
-    group = open_group(PATTERN)
-    await group.start("pattern", "pattern")
-    await group.send_step("early", 0)
-    await group.start_character("one")
-    await group.send_step("other", 1)
-    await group.send_step("one", 2)
-    assert (await group.next_chunk()).chunk_index == 2
-    await group.end_character("one")
-    await group.send_step("one", 3)
-    await group.start_character("two")
-    await group.send_step("two", 4)
-    chunk = await group.next_chunk()
+async def test_steps_of_another_session_are_dropped(pattern: Group) -> None:
+    await pattern.send_step("early", 0)
+    await pattern.start_character("one")
+    await pattern.send_step("other", 1)
+    await pattern.send_step("one", 2)
+    assert (await pattern.next_chunk()).chunk_index == 2
+    await pattern.end_character("one")
+    await pattern.send_step("one", 3)
+    await pattern.start_character("two")
+    await pattern.send_step("two", 4)
+    chunk = await pattern.next_chunk()
     assert (chunk.session_id, chunk.chunk_index) == ("two", 4)
+    await pattern.end_character("two")
 
 
 async def test_two_groups_side_by_side_do_not_meet(open_group: OpenGroup) -> None:
@@ -207,16 +232,15 @@ async def test_shutdown_is_acknowledged_and_leaves_nothing_running(open_group: O
     assert group.exits.empty()
 
 
-async def test_a_terminals_interrupt_is_left_to_the_parent(open_group: OpenGroup) -> None:
-    group = open_group(PATTERN)
-    await group.start("pattern", "pattern")
-    pid = group.children["pattern"].pid
+async def test_a_terminals_interrupt_is_left_to_the_parent(pattern: Group) -> None:
+    pid = pattern.children["pattern"].pid
     assert pid is not None
     os.kill(pid, signal.SIGINT)
-    await group.start_character("one")
-    await group.send_step("one", 0)
-    assert (await group.next_chunk()).chunk_index == 0
-    assert group.exits.empty()
+    await pattern.start_character("one")
+    await pattern.send_step("one", 0)
+    assert (await pattern.next_chunk()).chunk_index == 0
+    assert pattern.exits.empty()
+    await pattern.end_character("one")
 
 
 async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
@@ -228,7 +252,7 @@ async def test_a_child_keeps_answering_pings(open_group: OpenGroup) -> None:
     assert group.exits.empty()
     assert child.pid is not None
     os.kill(child.pid, signal.SIGSTOP)
-    assert "pattern" in await asyncio.wait_for(group.exits.get(), 5)
+    assert "pattern" in await asyncio.wait_for(group.exits.get(), ANSWER_S)
 
 
 async def test_a_parent_that_was_itself_stopped_accuses_no_child(open_group: OpenGroup) -> None:
@@ -247,33 +271,31 @@ async def test_an_unusable_configuration_is_failed_with_its_reason(open_group: O
         await group.start("pattern", "pattern")
 
 
-async def test_a_step_crosses_rank_and_decoder(open_group: OpenGroup) -> None:
-    group = open_group(DIFFUSION)
-    decoder = await group.start("decoder", "decoder")
-    rank = await group.start("rank0", "rank", "--rank", "0")
+async def test_a_step_crosses_rank_and_decoder(diffusion: Group) -> None:
+    rank, decoder = (diffusion.details[name] for name in ("rank0", "decoder"))
     assert rank["device"] == decoder["device"] == "cpu"
     assert rank["threads"] == decoder["threads"] == "1"
     assert float(rank["warm_step_ms"]) > 0
     assert int(rank["params"]) > 1_000_000
 
-    await group.start_character("one")
-    await group.send_step("one", 7, passes=2)
-    chunk = await group.next_chunk()
-    model = group.model
+    await diffusion.start_character("one")
+    await diffusion.send_step("one", 7, passes=2)
+    chunk = await diffusion.next_chunk()
+    model = diffusion.model
     assert (chunk.session_id, chunk.epoch, chunk.chunk_index) == ("one", 1, 7)
     assert (chunk.utterance_id, chunk.utterance_offset_ms, chunk.passes) == (5, 20.0, 2)
     assert [len(frame) for frame in chunk.frames_i420] == [model.width * model.height * 3 // 2] * 4
     assert len(chunk.voice_48k) == 2 * model.voice_samples_per_chunk
     assert chunk.step_ms > 0
     assert chunk.decode_ms > 0
+    await diffusion.end_character("one")
 
 
 async def test_a_public_video_decoder_in_the_group(open_group: OpenGroup) -> None:
     settings = {"decoder": "wan22", "decoder_dim": 4, "latent_stride": 16, "latent_channels": 48}
     small = SMALL.model_copy(update={**settings, "patch": 2})
     group = open_group(DIFFUSION.model_copy(update={"model": small}))
-    await group.start("decoder", "decoder")
-    await group.start("rank0", "rank", "--rank", "0")
+    await group.start_diffusion()
     first = await group.film("one", seed=3)
     again = await group.film("two", seed=3)
     assert first == again
@@ -281,59 +303,53 @@ async def test_a_public_video_decoder_in_the_group(open_group: OpenGroup) -> Non
     assert len(first) == (small.window_chunks + 1) * small.frames_per_chunk
 
 
-async def test_a_session_leaves_nothing_to_the_next(open_group: OpenGroup) -> None:
-    group = open_group(DIFFUSION)
-    await group.start("decoder", "decoder")
-    await group.start("rank0", "rank", "--rank", "0")
-    first = await group.film("one", seed=3)
-    other = await group.film("two", seed=4)
-    again = await group.film("three", seed=3)
+async def test_a_session_leaves_nothing_to_the_next(diffusion: Group) -> None:
+    diffusion.counts.clear()
+    first = await diffusion.film("one", seed=3)
+    other = await diffusion.film("two", seed=4)
+    again = await diffusion.film("three", seed=3)
     assert first == again
     assert first != other
     # The last word of a session comes before its end; no steps of warming up are in it.
-    steps = 3 * (group.model.window_chunks + 1)
-    assert sum(told.steps for told in group.counts) == steps
-    assert {told.eager_steps for told in group.counts} == {0}, "no graph, so none declined"
+    steps = 3 * (diffusion.model.window_chunks + 1)
+    assert sum(told.steps for told in diffusion.counts) == steps
+    assert {told.eager_steps for told in diffusion.counts} == {0}, "no graph, so none declined"
 
 
-async def test_decoding_on_the_rank_draws_the_same_frames(open_group: OpenGroup) -> None:
-    apart = open_group(DIFFUSION)
-    await apart.start("decoder", "decoder")
-    await apart.start("rank0", "rank", "--rank", "0")
+async def test_decoding_on_the_rank_draws_the_same_frames(
+    diffusion: Group, open_group: OpenGroup
+) -> None:
     together = open_group(
         DIFFUSION.model_copy(update={"optimizations": Optimizations(dedicated_decoder=False)})
     )
     await together.start("rank0", "rank", "--rank", "0")
-    assert await apart.film("one", seed=3) == await together.film("one", seed=3)
+    assert await diffusion.film("one", seed=3) == await together.film("one", seed=3)
 
 
-async def test_rank_and_decoder_drop_what_is_not_of_their_session(open_group: OpenGroup) -> None:
-    group = open_group(DIFFUSION)
-    await group.start("decoder", "decoder")
-    await group.start("rank0", "rank", "--rank", "0")
-    await group.send_step("early", 0)
-    await group.start_character("one")
-    await group.send_step("other", 1)
-    latents = Channel(endpoint(group.folder, "latents"), "push", bind=False)
-    latent = bytes(4 * group.model.video_tokens * group.model.token_channels)
-    await latents.send(LatentChunk(group.step("zombie", 2), latent, 4, 1.0))
-    await group.send_step("one", 3)
-    chunk = await group.next_chunk()
+async def test_rank_and_decoder_drop_what_is_not_of_their_session(diffusion: Group) -> None:
+    await diffusion.send_step("early", 0)
+    await diffusion.start_character("one")
+    await diffusion.send_step("other", 1)
+    latents = Channel(endpoint(diffusion.folder, "latents"), "push", bind=False)
+    latent = bytes(4 * diffusion.model.video_tokens * diffusion.model.token_channels)
+    await latents.send(LatentChunk(diffusion.step("zombie", 2), latent, 4, 1.0))
+    await diffusion.send_step("one", 3)
+    chunk = await diffusion.next_chunk()
     latents.close()
     assert (chunk.session_id, chunk.chunk_index) == ("one", 3)
+    await diffusion.end_character("one")
 
 
 async def test_a_decoder_that_dies_is_reported_and_its_rank_still_stops(
     open_group: OpenGroup,
 ) -> None:
     group = open_group(DIFFUSION)
-    await group.start("decoder", "decoder")
-    await group.start("rank0", "rank", "--rank", "0")
+    await group.start_diffusion()
     await group.start_character("one")
     pid = group.children["decoder"].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert await asyncio.wait_for(group.exits.get(), 5) == "decoder exited with code -9"
+    assert await asyncio.wait_for(group.exits.get(), ANSWER_S) == "decoder exited with code -9"
     for index in range(3):
         await group.send_step("one", index)
     started_s = asyncio.get_running_loop().time()
@@ -351,4 +367,4 @@ async def test_a_malformed_step_fails_the_rank_and_names_the_field(open_group: O
     failed = await asyncio.wait_for(group.said.get(), ANSWER_S)
     assert isinstance(failed, Failed)
     assert "passes: 9" in failed.reason
-    assert await asyncio.wait_for(group.exits.get(), 5) == "rank0 exited with code 1"
+    assert await asyncio.wait_for(group.exits.get(), ANSWER_S) == "rank0 exited with code 1"

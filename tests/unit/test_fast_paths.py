@@ -16,6 +16,7 @@ from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.fp8 import Fp8Linear, calibrating, convert_projections
 from characters_serve.model.weights import load_generator
 from tests.unit import small_model
+from tests.unit.small_model import session, sharpen
 
 SMALL = ModelConfig(
     **{
@@ -34,37 +35,16 @@ STEPS = 24
 @functools.cache
 def network() -> CharacterDiT:
     dit = load_generator(SMALL, device=torch.device("cpu"), dtype=torch.float32)
-    for block in dit.blocks:
-        block.q_norm.weight.mul_(3)
-    dit.final.out.weight.mul_(5)
-    return dit
+    return sharpen(dit, 3)
 
 
 def denoiser(**flags: bool) -> Denoiser:
     return Denoiser(copy.deepcopy(network()), SMALL, Optimizations(**flags))
 
 
-def session(made_by: Denoiser, prompt: int = 2, steps: int = STEPS) -> Tensor:
-    """Latents (steps, V, C) of one session with three position resets."""
-    random = torch.Generator().manual_seed(0)
-    image = torch.rand(1, 3, SMALL.height, SMALL.width, generator=random)
-    words = torch.randn(1, prompt, SMALL.prompt_dim, generator=random) if prompt else None
-    made_by.start(image, 3, words)
-    dit = made_by._model
-    assert isinstance(dit, CharacterDiT)
-    latents = []
-    for _ in range(steps):
-        mel = torch.randn(1, 28, SMALL.audio.num_mels, generator=random)
-        shape = (1, SMALL.frames_per_chunk, SMALL.num_controls)
-        controls = torch.rand(shape, generator=random)
-        condition = network().condition_on_mel(mel, controls)
-        latents.append(made_by.denoise(condition, 4)[0].clone())
-    return torch.stack(latents)
-
-
 @functools.cache
 def plain_session() -> Tensor:
-    return session(Denoiser(network(), SMALL, PLAIN))
+    return session(Denoiser(network(), SMALL, PLAIN), STEPS)
 
 
 def error(found: Tensor) -> float:
@@ -83,7 +63,7 @@ def error(found: Tensor) -> float:
     ids=lambda flags: "+".join(flags),
 )
 def test_fused_paths_in_float_are_the_plain_path(flags: dict[str, bool]) -> None:
-    assert error(session(denoiser(**flags))) < 1e-4
+    assert error(session(denoiser(**flags), STEPS)) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["plain", "shifted", "ring", "fused"])
@@ -96,21 +76,21 @@ def test_an_fp8_cache_errs_alike_in_every_kind_of_cache(kind: str) -> None:
         "fused": {"fused_pre_attention": True},
     }[kind]
     found = denoiser(fp8_kv_cache=True, **flags)
-    assert 1e-4 < error(session(found)) < 0.05
+    assert 1e-4 < error(session(found, STEPS)) < 0.05
     assert found.saturated == 0
 
 
 def test_fp8_matmuls_err_by_their_rounding_and_fused_kernels_add_none() -> None:
-    unfused = session(denoiser(fp8_gemm=True))
+    unfused = session(denoiser(fp8_gemm=True), STEPS)
     assert 1e-4 < error(unfused) < 0.08
     fused = denoiser(fp8_gemm=True, fused_norm_quant=True, fused_pre_attention=True)
-    assert error(session(fused)) <= 2 * error(unfused)
+    assert error(session(fused, STEPS)) <= 2 * error(unfused)
     assert fused.saturated == 0
 
 
 def test_all_flags_together_stay_near_the_plain_path_through_three_resets() -> None:
     flags = ("fp8_gemm", "fp8_kv_cache", "fused_pre_attention", "fused_norm_quant")
-    fast = session(denoiser(**dict.fromkeys(flags, True)))
+    fast = session(denoiser(**dict.fromkeys(flags, True)), STEPS)
     assert error(fast) < 0.1
     per_step = (fast - plain_session()).flatten(1).norm(dim=1) / plain_session().flatten(1).norm(
         dim=1
@@ -122,14 +102,14 @@ def test_scales_belong_to_the_session() -> None:
     """A session's numbers do not depend on the one before it."""
     flags = dict.fromkeys(("fp8_gemm", "fp8_kv_cache", "fused_pre_attention"), True)
     one = denoiser(**flags)
-    first = session(one, steps=3)
-    session(one, prompt=0, steps=2)
-    assert torch.equal(session(one, steps=3), first)
+    first = session(one, 3)
+    session(one, 2, prompt=0)
+    assert torch.equal(session(one, 3), first)
 
 
 def test_values_beyond_the_calibrated_range_are_counted() -> None:
     made_by = denoiser(fp8_gemm=True, fp8_kv_cache=True, fused_pre_attention=True)
-    session(made_by, steps=1)
+    session(made_by, 1)
     assert made_by.saturated == 0
     dit = made_by._model
     assert isinstance(dit, CharacterDiT)
@@ -143,7 +123,7 @@ def test_values_beyond_the_calibrated_range_are_counted() -> None:
     made_by.denoise(condition, 4)
     assert made_by.saturated > 0
     made_by.reset()
-    session(made_by, steps=1)
+    session(made_by, 1)
     assert made_by.saturated == 0
 
 

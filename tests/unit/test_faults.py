@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,8 +27,10 @@ import zmq
 
 from characters_serve.channels import Channel, endpoint
 from characters_serve.messages import VideoChunk
+from tests.serving import address_in, serve_command
 from tests.unit.session_rig import Browser
 from tests.unit.small_model import SMALL
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 GROUPS = 4
@@ -39,14 +39,8 @@ VIDEO_STEP = 90_000 // 24
 PATIENCE_S = 90.0
 
 
-async def until(true: Callable[[], object], within_s: float = PATIENCE_S) -> None:
-    async with asyncio.timeout(within_s):
-        while not true():
-            await asyncio.sleep(0.05)
-
-
 async def gone(*processes: psutil.Process) -> None:
-    await until(lambda: not any(process.is_running() for process in processes))
+    await until(lambda: not any(process.is_running() for process in processes), PATIENCE_S)
 
 
 class Server:
@@ -64,20 +58,14 @@ class Server:
         )
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "characters_serve.cli", "serve"),
-                    *(part for setting in settings for part in ("--set", setting)),
-                ],
+                serve_command(*settings),
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
             )
         assert self.process.stdout is not None
-        first = self.process.stdout.readline().decode()
-        found = re.search(r"http://\S+:\d+", first)
-        assert found is not None, first
-        self.url = found[0]
+        self.url = address_in(self.process.stdout.readline().decode())
 
     async def all_ready(self, groups: int = GROUPS) -> None:
         async with httpx.AsyncClient(base_url=self.url) as http, asyncio.timeout(PATIENCE_S):
@@ -146,12 +134,6 @@ class Client:
         seen = len(self.browser.pictures)
         await until(lambda: len(self.browser.pictures) > seen + 5)
 
-    async def beat(self) -> None:
-        while True:
-            if self.browser.probe.readyState == "open":
-                self.browser.probe.send(json.dumps({"t": "ping", "id": 1, "c": 0.0}))
-            await asyncio.sleep(1.0)
-
 
 @asynccontextmanager
 async def client(server: Server) -> AsyncIterator[Client]:
@@ -174,14 +156,12 @@ async def client(server: Server) -> AsyncIterator[Client]:
         assert answer.status_code == 201, answer.text
         page.token = answer.json()["resume_token"]
         await browser.accept(answer.json()["sdp"])
-        beating = asyncio.create_task(page.beat())
+        browser.keep_beating()
         try:
             await until(lambda: len(browser.pictures) > 5)
             await page.reach("live")
             yield page
         finally:
-            beating.cancel()
-            await asyncio.gather(beating, return_exceptions=True)
             with contextlib.suppress(httpx.HTTPError):
                 await page.leave()
             await browser.close()
@@ -217,6 +197,8 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
         beside = pages.pop()
         groups = [server.group_of(page.session["id"]) for page in pages]
         lost = [server.process_of(g, module) for g, module in zip(groups, NAMES, strict=True)]
+        hosts = [server.process_of(group, HOST) for group in groups]
+        whole = [p for host in hosts for p in (host, *host.children())]
         for process in lost:
             process.send_signal(sent)
         for page, (module, name) in zip(pages, NAMES.items(), strict=True):
@@ -227,7 +209,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_session_and_no_other(
                 assert end["reason"] in reason
             if (module, sent) == (ENGINE, signal.SIGSTOP):
                 assert "stalled" in [said["state"] for said in page.told("avatar-state")]
-        await gone(*lost)
+        await gone(*whole)
         assert (await beside.status())["status"] == "live"
         await beside.watches()
 
@@ -421,7 +403,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_bac
     )
     try:
         for sent in (signal.SIGKILL, signal.SIGSTOP):
-            await running.all_ready(1)
+            await running.all_ready(1)  # the second time: the slot is back
             async with client(running) as page:
                 group = running.group_of(page.session["id"])
                 ranks = running.process_of(group, HOST).children(recursive=True)
@@ -433,7 +415,6 @@ async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_bac
                 if sent is signal.SIGKILL:
                     assert "rank1" in reason, "the one that died, not the one that misses it"
             await gone(*ranks)
-        await running.all_ready(1)
         text = httpx.get(f"{running.url}/metrics").text
         ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 2.0'
         assert ended in text

@@ -17,7 +17,8 @@ from characters_serve.fleet import group as group_module
 from characters_serve.fleet import pool as pool_module
 from characters_serve.fleet.base import LeaseLost
 from characters_serve.fleet.group import GroupGone, RequestRefused
-from tests.fleet_rig import fleet_config, is_alive, leased, running, until
+from tests.fleet_rig import fleet_config, is_alive, leased, running
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,8 @@ from characters_serve.fleet import pool as pool_module
 from characters_serve.fleet.group import HOST_MODULE
 from characters_serve.fleet.layout import GroupShape
 from characters_serve.processes import ChildFailed
-from tests.fleet_rig import FAKE_HOST, fleet_config, is_alive, leased, running, until
+from tests.fleet_rig import FAKE_HOST, environment_of, fleet_config, is_alive, leased, running
+from tests.waiting import until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: the extra `ray`")
 
@@ -40,11 +41,6 @@ def placements() -> list[dict[str, Any]]:
     return [each for each in placement_group_table().values() if each["state"] == "CREATED"]
 
 
-def environment(pid: int | None) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
-
-
 async def test_each_group_has_gpus_of_its_own_on_one_node(ray_cluster: Any, tmp_path: Path) -> None:
     """Four GPUs on one node and two on the other hold three groups of two."""
     async with running(ray_config(tmp_path, "fleet.groups=3")) as (fleet, _heard):
@@ -53,7 +49,7 @@ async def test_each_group_has_gpus_of_its_own_on_one_node(ray_cluster: Any, tmp_
         nodes = [set(each["bundles_to_node_id"].values()) for each in placements()]
         assert all(len(each) == 1 for each in nodes) and len(set.union(*nodes)) == 2
         pids = [fleet.group(await leased(fleet, f"s{n}")).pid for n in range(3)]
-        seen = [environment(pid)["CUDA_VISIBLE_DEVICES"] for pid in pids]
+        seen = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in pids]
         assert sorted(seen) == ["0,1", "0,1", "2,3"]
     await until(lambda: placements() == [])
 

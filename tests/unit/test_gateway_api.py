@@ -878,10 +878,17 @@ async def test_a_storm_of_offers_is_429(api: Api, monkeypatch: pytest.MonkeyPatc
 # ---------------------------------------------------------------- who may do what
 
 
-async def test_a_secret_is_good_for_its_own_session_only(tmp_path: Path) -> None:
-    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
+@asynccontextmanager
+async def two_sessions(
+    folder: Path,
+) -> AsyncIterator[tuple[Api, dict[str, Any], dict[str, Any]]]:
+    async with serving(app_config(folder, "fleet.groups=2")) as api:
         await api.until(lambda: api.groups("ready") == 2)
-        mine, other = await api.create(), await api.create()
+        yield api, await api.create(), await api.create()
+
+
+async def test_a_secret_is_good_for_its_own_session_only(tmp_path: Path) -> None:
+    async with two_sessions(tmp_path) as (api, mine, other):
         calls = [
             ("GET", ""),
             ("DELETE", ""),
@@ -927,9 +934,7 @@ def test_the_description_has_every_session_route() -> None:
 
 
 async def test_no_route_of_a_session_serves_the_secret_of_another(tmp_path: Path) -> None:
-    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
-        await api.until(lambda: api.groups("ready") == 2)
-        mine, other = await api.create(), await api.create()
+    async with two_sessions(tmp_path) as (api, mine, other):
         other = resumed(other, await api.offer(other))
         await api.reach(other, "live")
         stranger = mine["client_secret"]["value"]
@@ -974,9 +979,7 @@ async def closed_with(app: Any, url: str, headers: dict[str, str]) -> int:
 
 
 async def test_no_socket_of_a_session_serves_the_secret_of_another(tmp_path: Path) -> None:
-    async with serving(app_config(tmp_path, "fleet.groups=2")) as api:
-        await api.until(lambda: api.groups("ready") == 2)
-        mine, other = await api.create(), await api.create()
+    async with two_sessions(tmp_path) as (api, mine, other):
         templates = [
             getattr(route, "path", "")
             for route in api.app.routes

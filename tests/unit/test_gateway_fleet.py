@@ -17,7 +17,8 @@ from characters_serve.fleet.group import Group, GroupGone
 from characters_serve.fleet.local import LocalHost
 from characters_serve.messages import HostMetrics
 from characters_serve.processes import ChildFailed
-from tests.fleet_rig import FAKE_HOST, fleet_config, is_alive, leased, running, until
+from tests.fleet_rig import FAKE_HOST, environment_of, fleet_config, is_alive, leased, running
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -157,18 +158,13 @@ async def test_each_group_sees_its_own_gpus(
     async with running(config) as (fleet, heard):
         await until(lambda: len(heard.ready) == 2)
         pids = [fleet.group(await leased(fleet, f"s{n}")).pid for n in range(2)]
-        assert sorted(_environment(pid)["CUDA_VISIBLE_DEVICES"] for pid in pids) == seen
+        assert sorted(environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in pids) == seen
 
 
 async def test_what_is_shared_must_be_dealt_out(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"decoder\.shared_by: fleet\.gpus"):
         async with running(fleet_config(tmp_path, "decoder.shared_by=2")):
             raise AssertionError("started")
-
-
-def _environment(pid: int | None) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def alone(

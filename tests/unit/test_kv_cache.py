@@ -31,6 +31,7 @@ from characters_serve.model.kv_numbers import FloatNumbers
 from characters_serve.model.rope import rotary_positions, rotate
 from characters_serve.model.weights import load_generator
 from tests.unit import small_model
+from tests.unit.small_model import session, sharpen
 
 SMALL = ModelConfig(**{**small_model.SMALL.model_dump(), "prompt_slots": 3, "prompt_dim": 16})
 PLAIN = Optimizations(write_time_rope=False, ring_cache=False)
@@ -39,37 +40,13 @@ RING = Optimizations(write_time_rope=True, ring_cache=True)
 KINDS = {"plain": PLAIN, "shifted": SHIFTED, "ring": RING}
 # Resets fall on chunks 47, 89 and 131.
 STEPS = 136
-RESETS = (47, 89, 131)
 
 
 @functools.cache
 def network(policy: str) -> tuple[CharacterDiT, ModelConfig]:
     config = SMALL.model_copy(update={"cache_policy": policy})
     dit = load_generator(config, device=torch.device("cpu"), dtype=torch.float32)
-    for block in dit.blocks:
-        # Sharp attention: a wrong key or position must show in what is drawn.
-        block.q_norm.weight.mul_(4)
-    dit.final.out.weight.mul_(5)
-    return dit, config
-
-
-def session(
-    denoiser: Denoiser, steps: int, *, seed: int = 3, prompt: int = 2, passes: Any = None
-) -> Tensor:
-    """Latents (steps, V, C) of a session whose image, voice and controls come from the seed."""
-    random = torch.Generator().manual_seed(seed)
-    image = torch.rand(1, 3, SMALL.height, SMALL.width, generator=random)
-    words = torch.randn(1, prompt, SMALL.prompt_dim, generator=random) if prompt else None
-    denoiser.start(image, seed, words)
-    dit: Any = denoiser._model
-    latents = []
-    for step in range(steps):
-        mel = torch.randn(1, 28, SMALL.audio.num_mels, generator=random)
-        shape = (1, SMALL.frames_per_chunk, SMALL.num_controls)
-        controls = torch.rand(shape, generator=random)
-        count = 4 if passes is None else passes(step)
-        latents.append(denoiser.denoise(dit.condition_on_mel(mel, controls), count)[0])
-    return torch.stack(latents)
+    return sharpen(dit), config
 
 
 def denoiser_for(policy: str, kind: str) -> Denoiser:

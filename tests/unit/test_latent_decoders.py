@@ -20,7 +20,6 @@ from characters_serve.model.decoders.wan_layers import WanVAE, norm_silu_after_p
 from tests.parity import FOLDER, Recording, inputs
 
 # Some times what float32 and float64 differ by in the authors' code; values reach 3.
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ATOL = 2e-5
 

@@ -24,8 +24,6 @@ from tests.parity import FOLDER
 from tests.unit.small_causal_wan import LEVELS, causal_wan
 from tests.unit.small_live_avatar import SMALL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Their code differs by 5e-6 between float32 and float64; LiveAvatar's stated limit is 1e-4.
 WAN_ATOL, AVATAR_ATOL = 2e-5, 1e-4
 FLAGS = {

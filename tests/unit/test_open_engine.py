@@ -28,8 +28,6 @@ from characters_serve.model.weights import WeightsError
 from characters_serve.session.chunker import Chunker
 from tests.unit import small_causal_wan, small_live_avatar
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Short of motion: 25 still frames are encoded for it, not 73.
 SMALL = ModelConfig.model_validate(
     small_live_avatar.SMALL.model_dump()

@@ -28,8 +28,9 @@ from characters_serve.config import (
 )
 from characters_serve.messages import Done, OpenSession, Persona
 from tests.chat_server import chat_server, event
-from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.session_rig import Browser, HostParent
 from tests.unit.small_model import SMALL
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -73,12 +74,13 @@ class Searched:
         names = {data.hex(): name for name, data in visitor.secrets.items()}
         self._secrets_file.write_text("\n".join(names))
         found: dict[str, set[str]] = {}
-        for pid, process in self._pids.items():
-            answer = self._secrets_file.with_suffix(f".{pid}")
+        answers = {pid: self._secrets_file.with_suffix(f".{pid}") for pid in self._pids}
+        for pid, answer in answers.items():
             answer.unlink(missing_ok=True)
             os.kill(pid, signal.SIGUSR1)
-            await until(answer.exists, PATIENCE_S)
-            found[process] = {names[line] for line in answer.read_text().split()}
+        for pid, process in self._pids.items():
+            await until(answers[pid].exists, PATIENCE_S)
+            found[process] = {names[line] for line in answers[pid].read_text().split()}
         return found
 
 

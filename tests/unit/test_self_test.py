@@ -12,7 +12,8 @@ from characters_serve.messages import StartCharacter, StepInput, VideoChunk
 from characters_serve.session import self_test
 from characters_serve.session.host import Host
 from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
-from tests.unit.session_rig import HostParent, until
+from tests.unit.session_rig import HostParent
+from tests.waiting import until
 
 CONFIG = Config(
     model=ModelConfig(width=192, height=128),

@@ -17,8 +17,9 @@ import pytest
 
 from characters_serve.session import peer
 from characters_serve.session.events import MAX_MESSAGE_BYTES, MAX_MESSAGES_PER_S
-from tests.unit.session_rig import HandClock, until
+from tests.unit.session_rig import HandClock
 from tests.unit.test_session_loopback import Loop, running
+from tests.waiting import until
 
 DATAGRAMS = 3000
 

@@ -12,8 +12,8 @@ from characters_serve.config import ConfigError, DeliveryConfig, load_config
 from characters_serve.session.ice import NoPortFree, announce
 from characters_serve.session.offer import check_offer
 from tests.relay import relayed
-from tests.unit.session_rig import until
 from tests.unit.test_session_loopback import Loop
+from tests.waiting import until
 
 CANDIDATE = re.compile(r"(?m)^a=candidate:\S+ 1 udp \d+ (\S+) (\d+) typ host")
 

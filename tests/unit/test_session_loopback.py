@@ -36,7 +36,8 @@ from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
 from characters_serve.session.rtcp_clock import MediaSender
 from characters_serve.session.tracks import Delivery
-from tests.unit.session_rig import Browser, HandClock, until
+from tests.unit.session_rig import Browser, HandClock
+from tests.waiting import until
 
 MODEL = ModelConfig(width=192, height=128)
 

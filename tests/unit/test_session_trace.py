@@ -12,7 +12,8 @@ import pytest
 from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConfig, ServerConfig
 from characters_serve.messages import Done, VideoChunk
 from characters_serve.session.trace import LANES, NoTrace, Trace, open_trace
-from tests.unit.session_rig import Browser, HostParent, until
+from tests.unit.session_rig import Browser, HostParent
+from tests.waiting import until
 
 
 def chunk(index: int) -> VideoChunk:

@@ -22,8 +22,6 @@ from characters_serve.model.weights import WeightsError
 from characters_serve.session.chunker import window_geometry
 from tests.unit.small_live_avatar import SMALL, drawn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 AUTHORS = Path(__file__).parents[1] / "data" / "parity" / "live_avatar" / "authors.npz"
 CPU = torch.device("cpu")
 

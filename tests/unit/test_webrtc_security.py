@@ -13,9 +13,9 @@ import pytest
 from OpenSSL import SSL
 
 from characters_serve.session.offer import OfferRefused, check_offer
-from tests.unit.session_rig import until
 from tests.unit.test_session_flood import door, goes_on
 from tests.unit.test_session_loopback import Loop, running
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,6 @@ from characters_serve.model.decoders.wan_layers import (
 )
 
 DIM = 96
-LATENT_STRIDE = 8
 # Of each latent channel, over the training videos.
 MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),

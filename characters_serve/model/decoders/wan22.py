@@ -25,7 +25,6 @@ from characters_serve.model.decoders.wan_layers import (
 )
 
 ENCODER_DIM, DECODER_DIM = 160, 256
-LATENT_STRIDE = 16
 PATCH = 2
 # Of each latent channel, over the training videos.
 MEAN = (

@@ -240,8 +240,6 @@ class FusedRingFrameCache(RingFrameCache):
         device: torch.device | str,
         saturated: Tensor,
     ) -> None:
-        if batch != 1:
-            raise ValueError("fused_pre_attention serves one session: its batch must be 1")
         self._writer = RingWriter(model, numbers, device, saturated)
         super().__init__(model, numbers, batch, device, saturated)
 
@@ -258,8 +256,7 @@ class FusedRingFrameCache(RingFrameCache):
     ) -> Tensor:
         """projected: (>= S, | q | k | v | ...), not normed -> (S, H x D)."""
         k, v = self._k[block, cache], self._v[block, cache]
-        q = self._writer.write(block, projected, norm, k[0], v[0])
-        return self._numbers.attend(block, q, k[:, self._filled], v[:, self._filled])[0]
+        return self._writer.attend(block, projected, norm, k, v, self._filled)
 
     @property
     def is_full(self) -> bool:

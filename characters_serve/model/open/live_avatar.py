@@ -15,6 +15,7 @@ dim, L layers of the speech model, A channels of its features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.attention import attention
-from characters_serve.model.kv_cache import KVCache
+from characters_serve.model.kv_cache import KVCache, attend_and_store
 from characters_serve.model.linear import AllReduce, alone
 from characters_serve.model.open.wan import (
     PATCH,
@@ -39,7 +39,7 @@ from characters_serve.model.open.wan import (
     text_embedding,
     tokens_of,
 )
-from characters_serve.model.rope import rotary_positions, rotate
+from characters_serve.model.rope import rotary_positions
 from characters_serve.model.shard import Shard, deal
 
 # Rows of `condition_kind`: what a token is.
@@ -193,21 +193,10 @@ class LiveAvatar(WanNetwork):
         # Among themselves the conditions stand as they do around a stream's first chunk, less the
         # position that it starts at: there the reference is `reference_distance` away from 0.
         angles = rotary_positions(self.config, x.device).prefix(1)
-
-        def attend_and_store(q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-            cache.calibrate(block, q, k, v)
-            for index in range(self.config.num_caches):
-                cache.store_prefix(block, index, k, v)
-            return attention(rotate(q, angles), rotate(k, angles), v)
-
         clean = self.modulate(torch.zeros((), device=x.device))
         for index, block in enumerate(self.blocks):
-            x = block(
-                x,
-                clean.blocks[index],
-                text[index],
-                lambda q, k, v, i=index: attend_and_store(q, k, v, i),
-            )
+            attend = partial(attend_and_store, cache, index, self.config.num_caches, angles)
+            x = block(x, clean.blocks[index], text[index], attend)
 
     def condition(
         self, features_BLAT: Tensor, text: list[Memory], pose: Tensor | None = None

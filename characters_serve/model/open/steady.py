@@ -38,7 +38,7 @@ from characters_serve.model.open.wan import (
     layer_norm,
 )
 from characters_serve.model.ring_writer import QueryKeyNorm
-from characters_serve.model.steady import padded_buffer, piece
+from characters_serve.model.steady import add_branch, padded_buffer, piece
 
 
 class Norms(Protocol):
@@ -73,7 +73,7 @@ class TorchNorms:
     def __init__(self, tokens: int, compiled: bool) -> None:
         self._tokens = tokens
         self._norm = piece(_norm_modulate, compiled)
-        self._add = piece(_add, compiled)
+        self._add = piece(add_branch, compiled)
 
     def __call__(
         self,
@@ -209,7 +209,7 @@ class WanSteadyPass:
             if isinstance(cache, FusedCache)
             else TorchMixer(network, cache, compiled)
         )
-        self._add = piece(_add, compiled)
+        self._add = piece(add_branch, compiled)
         weight = network.patch_embedding.weight
         self._one = torch.ones(network.config.dim, device=weight.device, dtype=weight.dtype)
 
@@ -252,10 +252,6 @@ def _norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
         return layer_norm(x, eps) * scale + shift
     of_latents = torch.unflatten(x, 1, (scale.shape[1], -1))
     return (layer_norm(of_latents, eps) * scale + shift).flatten(1, 2)
-
-
-def _add(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
-    return x + gate * branch
 
 
 def _gelu(hidden: Tensor) -> Tensor:
