@@ -314,6 +314,39 @@ def bench(_config: Config, options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="characters", description="A real-time server for talking characters."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    common = _common_options()
+    command = commands.add_parser("serve", parents=[common], help="run the server and its page")
+    command.set_defaults(command=serve)
+    command = commands.add_parser("render", parents=[common], help="one image and speech to an MP4")
+    _render_options(command)
+    command = commands.add_parser(
+        "convert", parents=[common], help="published weights of an open model to a folder of ours"
+    )
+    _convert_options(command)
+    command = commands.add_parser(
+        "embed-text", parents=[common], help="a prompt to the file that an open model reads"
+    )
+    _embed_text_options(command)
+    command = commands.add_parser(
+        "simulate", parents=[common], help="a day's traffic on a fleet: who waits, what it costs"
+    )
+    _simulate_options(command)
+    command = commands.add_parser(
+        "eval", help="lip-sync of configurations, compared over the same clips"
+    )
+    _evaluate_options(command)
+    command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
+    command.set_defaults(command=doctor)
+    command = commands.add_parser("bench", help="time spoken turns, or the step and its kernels")
+    _bench_options(command)
+    return parser
+
+
+def _common_options() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
         "--config",
@@ -328,24 +361,18 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
-    parser = argparse.ArgumentParser(
-        prog="characters", description="A real-time server for talking characters."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    return common
 
-    command = commands.add_parser("serve", parents=[common], help="run the server and its page")
-    command.set_defaults(command=serve)
 
-    command = commands.add_parser("render", parents=[common], help="one image and speech to an MP4")
+def _render_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--image", type=Path, required=True, help="PNG, JPEG or WebP of the face")
     command.add_argument("--audio", type=Path, required=True, help="any file with speech in it")
     command.add_argument("--out", type=Path, required=True, help="the MP4 to write")
     command.add_argument("--seed", type=int, default=0, help="of the idle motion and the noise")
     command.set_defaults(command=render)
 
-    command = commands.add_parser(
-        "convert", parents=[common], help="published weights of an open model to a folder of ours"
-    )
+
+def _convert_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--family", choices=["live_avatar", "causal_wan"], required=True)
     lora = command.add_mutually_exclusive_group()
     lora.add_argument("--lora", type=Path, metavar="FILE", help="merged into the weights")
@@ -356,17 +383,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("destination", type=Path, help="the folder to write")
     command.set_defaults(command=convert)
 
-    command = commands.add_parser(
-        "embed-text", parents=[common], help="a prompt to the file that an open model reads"
-    )
+
+def _embed_text_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt", required=True)
     command.add_argument("encoder", type=Path, help="the folder of umt5-xxl")
     command.add_argument("out", type=Path, help="the safetensors file to write")
     command.set_defaults(command=embed_text)
 
-    command = commands.add_parser(
-        "simulate", parents=[common], help="a day's traffic on a fleet: who waits, what it costs"
-    )
+
+def _simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hosts", type=_positive, default=1, metavar="N")
     command.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of each host")
     command.add_argument("--price", type=_amount, metavar="PRICE", help="of one GPU for an hour")
@@ -379,9 +404,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--plot", type=Path, metavar="PNG", help="needs the extra `plot`")
     command.set_defaults(command=simulate)
 
-    command = commands.add_parser(
-        "eval", help="lip-sync of configurations, compared over the same clips"
-    )
+
+def _evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config",
         dest="compare",
@@ -410,14 +434,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--band", type=float, help="allowed of either score; else from the reruns")
     command.set_defaults(command=evaluate, config=None, log_level="info")
 
-    command = commands.add_parser("doctor", parents=[common], help="what this machine can run")
-    command.set_defaults(command=doctor)
 
-    command = commands.add_parser("bench", help="time spoken turns, or the step and its kernels")
+def _bench_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("what", choices=("turns", "step", "waterfall", "kernels"))
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="see: bench WHAT --help")
     command.set_defaults(command=bench, config=None, set=None, log_level="info")
-    return parser
 
 
 def _positive(text: str) -> int:

@@ -42,7 +42,7 @@ from characters_kernels.gemm_all_reduce import (
 )
 from characters_kernels.linear_fp8 import linear_fp8
 from characters_kernels.residual_norm import residual_norm
-from characters_serve.bench.followers import SETTLE_SHARE, following
+from characters_serve.bench.members import SETTLE_SHARE, following
 from characters_serve.bench.origin import device_name, origin, report, save
 from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations

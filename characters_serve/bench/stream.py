@@ -27,57 +27,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from characters_serve.bench.followers import SETTLE_SHARE, following
+from characters_serve.bench.members import SETTLE_SHARE, Member, following
 from characters_serve.bench.origin import device_name, origin, report
 from characters_serve.config import Config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
-from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device, decoder_gpu
-from characters_serve.engine.generator import load_family, load_prompt
-from characters_serve.engine.ranks import Order, Ranks
+from characters_serve.engine.ranks import Order
 from characters_serve.engine.reference_image import image_tensor
-from characters_serve.engine.step_input import PackedStep
-from characters_serve.model.shard import deal
 
 _LOUDNESS = 0.1
 
 
-class Member:
-    """One rank, loaded and joined. All ranks begin the same sessions and make the same steps."""
+class StreamMember(Member):
+    """One rank, and the invented picture that its sessions begin with."""
 
     def __init__(self, config: Config, folder: Path, rank: int) -> None:
+        super().__init__(config, folder, rank)
         model = config.model
-        self.device, self.dtype = choose_device(config.engine, rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        torch.set_num_threads(config.engine.rank_threads)
-        self.ranks = Ranks(config.engine, folder, rank, self.device)
-        generator = load_family(
-            model,
-            device=self.device,
-            dtype=self.dtype,
-            shard=deal(model, self.ranks.size)[rank],
-            all_reduce=self.ranks.all_reduce,
-        )
-        prompt = load_prompt(model, self.device)
-        # What the weights are before some of them become FP8.
-        self.parameters = sum(parameter.numel() for parameter in generator.parameters())
-        self.denoiser = Denoiser(generator, model, config.optimizations, prompt=prompt)
-        self.packed = PackedStep(model, self.device)
-        self._passes = len(model.noise_levels)
         random = np.random.default_rng(0)
         size = model.height * model.width * 3
         self.image_rgb = random.integers(0, 256, size, np.uint8).tobytes()
         self._image = image_tensor(self.image_rgb, model, self.device)
-        self.ranks.join()
 
     def begin(self) -> None:
         self.denoiser.start(self._image, seed=0)
 
     def step(self) -> Tensor:
-        """The chunk's latent, once the device has made it."""
-        packed = self.packed
-        latent = self.denoiser.step(packed.audio_window, packed.controls, self._passes).clone()
+        """A latent to keep, once the device has made it."""
+        latent = super().step().clone()
         if latent.is_cuda:
             torch.cuda.current_stream().synchronize()
         return latent
@@ -91,11 +68,6 @@ class Member:
         self.packed.upload()
         return self.step()
 
-    def leave(self) -> None:
-        """Ends its use, in this order: the captured step holds collectives of the group."""
-        self.denoiser.release()
-        self.ranks.leave()
-
     def follow(self) -> None:
         """Any other rank: sessions and steps, until rank 0 has nothing more to do."""
         while (order := self.ranks.take(self.packed.host)) is not Order.IDLE:
@@ -107,7 +79,7 @@ class Member:
 
 
 def _follow(config_json: str, folder: Path, rank: int) -> None:
-    member = Member(Config.model_validate_json(config_json), folder, rank)
+    member = StreamMember(Config.model_validate_json(config_json), folder, rank)
     member.follow()
     member.leave()
 
@@ -165,7 +137,7 @@ class Decoder:
             self._thread.shutdown()
 
 
-def session(member: Member, decoder: Decoder) -> Generator[Chunk]:
+def session(member: StreamMember, decoder: Decoder) -> Generator[Chunk]:
     """Chunks of a new session for ever; each is decoded while the next one is denoised."""
     decoder.start(member.image_rgb)
     member.lead(Order.MESSAGE)
@@ -184,7 +156,7 @@ def session(member: Member, decoder: Decoder) -> Generator[Chunk]:
             waiting()
 
 
-def first_frame_ms(member: Member, decoder: Decoder) -> tuple[float, float]:
+def first_frame_ms(member: StreamMember, decoder: Decoder) -> tuple[float, float]:
     """Of a session on a warm group: until its picture and text are read, until its first frames."""
     began_s = time.perf_counter()
     decoder.start(member.image_rgb)
@@ -198,7 +170,7 @@ def first_frame_ms(member: Member, decoder: Decoder) -> tuple[float, float]:
     return (ready_s - began_s) * 1000, (chunk.shown_s - began_s) * 1000
 
 
-def sustained(member: Member, decoder: Decoder, warm_up: int, seconds: float) -> list[Chunk]:
+def sustained(member: StreamMember, decoder: Decoder, warm_up: int, seconds: float) -> list[Chunk]:
     """The chunks of `seconds`, after as many as fill the window and a share to settle."""
     found: list[Chunk] = []
     with contextlib.closing(session(member, decoder)) as chunks:
@@ -217,7 +189,7 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
     model, size = config.model, config.engine.tensor_parallel
     with following(config, _follow) as folder:
         loading_s = time.perf_counter()
-        member = Member(config, folder, 0)
+        member = StreamMember(config, folder, 0)
         decoder = Decoder(config)
         loaded_s = time.perf_counter() - loading_s
         random = torch.Generator().manual_seed(0)

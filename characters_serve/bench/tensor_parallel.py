@@ -22,40 +22,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from characters_serve.bench.followers import SETTLE_SHARE, following
+from characters_serve.bench.members import SETTLE_SHARE, Member, following
 from characters_serve.bench.origin import origin, report
 from characters_serve.config import Config, load_config
-from characters_serve.engine.denoiser import Denoiser
-from characters_serve.engine.device import choose_device
-from characters_serve.engine.ranks import Order, Ranks
+from characters_serve.engine.ranks import Order
 from characters_serve.engine.steady_sum import SteadySum, share_sums, use
-from characters_serve.engine.step_input import PackedStep
+from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.shard import deal
-from characters_serve.model.weights import load_generator
 
 
-class Member:
-    """One rank of the group, loaded and joined, with a session under way and its window full."""
+class StepMember(Member):
+    """One rank, with a session under way and its window full."""
 
     def __init__(self, config: Config, folder: Path, rank: int) -> None:
-        self.device, self.dtype = choose_device(config.engine, rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        torch.set_num_threads(config.engine.rank_threads)
-        model = config.model
-        self.ranks = Ranks(config.engine, folder, rank, self.device)
-        shard = deal(model, self.ranks.size)[rank]
-        self.network = load_generator(
-            model,
-            device=self.device,
-            dtype=self.dtype,
-            shard=shard,
-            all_reduce=self.ranks.all_reduce,
-        )
-        self._denoiser = Denoiser(self.network, model, config.optimizations)
-        self.packed = PackedStep(model, self.device)
-        self._model, self._passes = model, len(model.noise_levels)
-        self.ranks.join()
+        super().__init__(config, folder, rank)
+        assert isinstance(self.generator, CharacterDiT)
+        self.network, self._model = self.generator, config.model
         self.steady_sum = share_sums(self.network, config.optimizations, self.ranks)
         self._start()
 
@@ -66,23 +48,15 @@ class Member:
         image = torch.rand(size, device=self.device, generator=random)
         words = (1, model.prompt_slots, model.prompt_dim)
         prompt = torch.randn(words, device=self.device, generator=random)
-        self._denoiser.start(image, 0, prompt if model.prompt_slots else None)
+        self.denoiser.start(image, 0, prompt if model.prompt_slots else None)
         for _ in range(model.window_chunks + 1):
             self.step()
 
     def sum_plainly(self, steady_sum: SteadySum) -> None:
         """A new session, summed by the plain collective."""
-        self._denoiser.release()
+        self.denoiser.release()
         use(self.network, steady_sum.plain)
         self._start()
-
-    def leave(self) -> None:
-        self._denoiser.release()
-        self.ranks.leave()
-
-    def step(self) -> torch.Tensor:
-        packed = self.packed
-        return self._denoiser.step(packed.audio_window, packed.controls, self._passes)
 
     def lead(self, seconds: float) -> list[float]:
         """Milliseconds of each step of a sustained run, as rank 0 sees it."""
@@ -109,7 +83,7 @@ class Member:
 
 
 def _follow(config_json: str, folder: Path, rank: int) -> None:
-    member = Member(Config.model_validate_json(config_json), folder, rank)
+    member = StepMember(Config.model_validate_json(config_json), folder, rank)
     member.follow()
     if member.steady_sum is not None:
         member.sum_plainly(member.steady_sum)
@@ -122,7 +96,7 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
     NCCL ends the process."""
     model, size = config.model, config.engine.tensor_parallel
     with following(config, _follow) as folder:
-        leader = Member(config, folder, 0)
+        leader = StepMember(config, folder, 0)
         times_ms = leader.lead(seconds)
         unfused_ms: list[float] = []
         plain_sums = 0
@@ -140,7 +114,7 @@ def measure(config: Config, seconds: float) -> dict[str, Any]:
         "heads": [len(shard.heads) for shard in deal(model, size)],
         "mlp_columns": [len(shard.mlp_columns) for shard in deal(model, size)],
         "blocks": model.num_blocks,
-        "rank0_params": sum(parameter.numel() for parameter in leader.network.parameters()),
+        "rank0_params": leader.parameters,
         "all_reduce": _collective(config, on_gpu),
         "switch_reduction": config.optimizations.in_switch_reduction,
         # Calls that the flags would have summed in shared memory, had they had the steady shape.

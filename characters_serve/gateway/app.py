@@ -92,6 +92,8 @@ def create_app(
     )
     _add_error_handlers(app)
     _add_session_routes(app, gateway)
+    _add_connection_routes(app, gateway)
+    _add_command_routes(app, gateway)
     _add_public_routes(app, gateway)
     description.add_schemes(app.openapi())
     return app
@@ -133,6 +135,21 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         session = gateway.session(session_id, bearer(request.headers))
         return JSONResponse(_describe(gateway, session), headers=_state_headers(session))
 
+    @app.delete("/v1/sessions/{session_id}", **description.COMMAND)
+    @app.delete("/v1/sessions/{session_id}/webrtc", **description.COMMAND)
+    async def end_session(session_id: str, request: Request) -> Response:
+        gateway.end(session_id, bearer(request.headers))
+        return Response(status_code=204)
+
+    @app.post("/v1/sessions/{session_id}/end", **description.COMMAND)
+    async def end_by_beacon(session_id: str, request: Request) -> Response:
+        """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
+        raw = await read_body(request, MAX_COMMAND_BYTES)
+        gateway.end(session_id, bearer(request.headers) or text_of(raw).strip() or None)
+        return Response(status_code=204)
+
+
+def _add_connection_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/sessions/{session_id}/webrtc", **description.OFFER)
     async def post_offer(session_id: str, request: Request) -> Response:
         session = gateway.session_to_connect(session_id, bearer(request.headers))
@@ -166,6 +183,12 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
             raise Problem(422, "restart ICE with a new offer and ?takeover=1", field="sdp")
         return Response(status_code=204)
 
+    @app.websocket("/v1/sessions/{session_id}/audio")
+    async def external_audio(websocket: WebSocket, session_id: str) -> None:
+        await serve_external(gateway, websocket, session_id, OFFER_WAIT_S)
+
+
+def _add_command_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/sessions/{session_id}/interrupt", **description.COMMAND)
     async def interrupt(session_id: str, request: Request) -> Response:
         session = gateway.session_to_command(session_id, bearer(request.headers))
@@ -177,23 +200,6 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         session = gateway.session_to_command(session_id, bearer(request.headers))
         body = parse(SayBody, await read_body(request, MAX_COMMAND_BYTES, field="text"))
         await gateway.sessions.say(session, speakable(body.text))
-        return Response(status_code=204)
-
-    @app.websocket("/v1/sessions/{session_id}/audio")
-    async def external_audio(websocket: WebSocket, session_id: str) -> None:
-        await serve_external(gateway, websocket, session_id, OFFER_WAIT_S)
-
-    @app.delete("/v1/sessions/{session_id}", **description.COMMAND)
-    @app.delete("/v1/sessions/{session_id}/webrtc", **description.COMMAND)
-    async def end_session(session_id: str, request: Request) -> Response:
-        gateway.end(session_id, bearer(request.headers))
-        return Response(status_code=204)
-
-    @app.post("/v1/sessions/{session_id}/end", **description.COMMAND)
-    async def end_by_beacon(session_id: str, request: Request) -> Response:
-        """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
-        raw = await read_body(request, MAX_COMMAND_BYTES)
-        gateway.end(session_id, bearer(request.headers) or text_of(raw).strip() or None)
         return Response(status_code=204)
 
 

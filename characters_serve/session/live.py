@@ -116,24 +116,11 @@ class LiveSession:
             now_s,
             hesitates=config.agent.barge_in_speech_s < WAIT_S,
         )
-        self._ladder = DegradeLadder(
-            passes=len(model.noise_levels),
-            degraded_passes=config.engine.degraded_passes,
-            idle_passes=config.engine.idle_passes,
-            period_s=model.chunk_period_s,
-            overlapped=config.optimizations.dedicated_decoder,
-        )
+        self._ladder = _degrade_ladder(config)
         self._reporter = Reporter(
             counters, self._events, self._playout, self._ladder, model.fps, now_s
         )
-        limits = Limits(
-            max_duration_s=request.max_duration_s,
-            idle_timeout_s=request.idle_timeout_s,
-            connect_timeout_s=config.session.connect_timeout_s,
-            reconnect_grace_s=config.session.reconnect_grace_s,
-            ending_notice_s=config.session.ending_notice_s,
-        )
-        self._lifecycle = Lifecycle(limits, now_s)
+        self._lifecycle = Lifecycle(_limits(config, request), now_s)
         self._trace = open_trace(
             config.server.trace_dir, request.session_id, chunk_s=model.chunk_period_s
         )
@@ -411,3 +398,25 @@ class LiveSession:
         self._reporter.finish()
         self._trace.close()
         await asyncio.gather(*self._peer_closing, return_exceptions=True)
+
+
+def _degrade_ladder(config: Config) -> DegradeLadder:
+    model = config.model
+    return DegradeLadder(
+        passes=len(model.noise_levels),
+        degraded_passes=config.engine.degraded_passes,
+        idle_passes=config.engine.idle_passes,
+        period_s=model.chunk_period_s,
+        overlapped=config.optimizations.dedicated_decoder,
+    )
+
+
+def _limits(config: Config, request: OpenSession) -> Limits:
+    session = config.session
+    return Limits(
+        max_duration_s=request.max_duration_s,
+        idle_timeout_s=request.idle_timeout_s,
+        connect_timeout_s=session.connect_timeout_s,
+        reconnect_grace_s=session.reconnect_grace_s,
+        ending_notice_s=session.ending_notice_s,
+    )

@@ -108,6 +108,16 @@ def join_tile_reference(
 
 
 @jit
+def _share(positions, channels, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A program's values within a frame: their offsets, which of them there are, their channels."""
+    rows = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
+    lanes = tl.arange(0, COLUMNS)[None, :]
+    valid = (rows < positions) & (lanes < channels)
+    at = rows * channels + lanes
+    return at, valid, lanes
+
+
+@jit
 def _read(source, at, valid):
     return tl.load(source + at, mask=valid, other=0.0).to(tl.float32)
 
@@ -164,10 +174,7 @@ def _norm_silu_tile_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One program: POSITIONS positions of all frames. `frame` is the size of one, in values."""
-    rows = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
-    lanes = tl.arange(0, COLUMNS)[None, :]
-    valid = (rows < positions) & (lanes < channels)
-    at = rows * channels + lanes
+    at, valid, lanes = _share(positions, channels, POSITIONS, COLUMNS)
     gain = _read(gamma, lanes, lanes < channels)
     d0 = _read(past, at, valid)
     d1 = _read(past + frame, at, valid)
@@ -243,10 +250,7 @@ def _join_tile_kernel(
     COLUMNS: tl.constexpr,
 ):
     """One program: POSITIONS positions of all frames."""
-    rows = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)[:, None]
-    lanes = tl.arange(0, COLUMNS)[None, :]
-    valid = (rows < positions) & (lanes < channels)
-    at = rows * channels + lanes
+    at, valid, lanes = _share(positions, channels, POSITIONS, COLUMNS)
     added = _read(bias, lanes, lanes < channels)
     p0 = _read(s0, at, valid)
     p1 = _read(s1, at, valid)

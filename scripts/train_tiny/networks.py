@@ -222,3 +222,8 @@ def crop_mouth(frames: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
 
 def correlation(a: Tensor, b: Tensor) -> float:
     return float(torch.corrcoef(torch.stack([a.flatten().float(), b.flatten().float()]))[0, 1])
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """bf16 where a GPU has it fast."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")

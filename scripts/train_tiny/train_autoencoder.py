@@ -25,6 +25,7 @@ from scripts.train_tiny.networks import (
     MuonAdamW,
     correlation,
     crop_mouth,
+    mixed_precision,
 )
 from scripts.train_tiny.pictures import save_sheet
 from scripts.train_tiny.profiler import StepProfiler
@@ -126,7 +127,7 @@ def train_autoencoder(
         with torch.no_grad():
             truth, reference = render_with_references(renderer, clips)
             weights = region_weights(clips)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+        with mixed_precision(device):
             loss = loss_of(truth, reference, weights)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(optimizer.parameters, 1.0)

@@ -36,7 +36,7 @@ from scripts.train_tiny.data import (
     render_clips,
     render_with_references,
 )
-from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation
+from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation, mixed_precision
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.train_autoencoder import (
@@ -53,6 +53,8 @@ PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
 TEACHER_SHARE = 0.5
 READ_WEIGHT = 1.0
+PAINTER_RATE = 3e-4
+ADAM_ONLY = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
 AUDIO_SHARE = 0.02
 """Of the stage's seconds: for the audio encoder alone."""
 LATENT_READER_STEPS = 1500
@@ -84,9 +86,7 @@ def encode_pool(
     for i in range(0, count, group):
         part = Clips(*(field[i : i + group] for field in clips))
         frames_shown, reference = render_with_references(renderer, part)
-        with torch.autocast(
-            source.device.type, dtype=torch.bfloat16, enabled=source.device.type == "cuda"
-        ):
+        with mixed_precision(source.device):
             latent = autoencoder.encode(frames_shown, reference)
         references.append((reference * 255).round().byte())
         latents.append(latent.to(torch.bfloat16))
@@ -353,12 +353,197 @@ def roll_out(
     """Serves all clips in step with each other; yields (N, V, C) for each chunk."""
     denoiser = Denoiser(dit, dit.config, Optimizations(), batch=len(references))
     controls = clips.idle_by_chunk(dit.config.frames_per_chunk)
-    device = references.device.type
-    with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+    with mixed_precision(references.device):
         denoiser.start(references.float() / 255, seed)
         for chunk in range(controls.shape[1]):
             condition = dit.condition_on_mel(clips.mel[:, chunk], controls[:, chunk])
             yield denoiser.denoise(condition, passes)
+
+
+class Batch(NamedTuple):
+    """What one step trains on; of the pool, clips `rows` (B,) from chunk `first` (B,) on.
+
+    at (B, K): which chunks of them; truth (B, K, V, C). The others as TrainingPass takes them.
+    """
+
+    rows: Tensor
+    first: Tensor
+    at: Tensor
+    truth: Tensor
+    images: Tensor
+    noisy: Tensor
+    levels: Tensor
+    mel: Tensor
+    controls: Tensor
+    offset: Tensor
+
+
+class Losses(NamedTuple):
+    """clean (2B, K, V, C): what the transformer made of the context, then of the other stream."""
+
+    clean: Tensor
+    latent: Tensor
+    picture: Tensor
+    mouth: Tensor
+    read: Tensor
+
+    def total(self, step: int) -> Tensor:
+        ramp = min(1.0, step / 300)
+        loss = self.latent + PICTURE_WEIGHT * ramp * self.picture
+        return loss + MOUTH_WEIGHT * self.mouth + READ_WEIGHT * self.read
+
+    def figures(self, truth: Tensor) -> dict[str, float]:
+        context, denoised = self.clean.chunk(2)
+        return {
+            "latent": self.latent.item(),
+            "context": (context - truth).square().mean().item(),
+            "denoised": (denoised - truth).square().mean().item(),
+            "picture": float(self.picture.item()),
+            "mouth": self.mouth.item(),
+            "read": self.read.item(),
+        }
+
+
+def painted_loss(
+    painter: Autoencoder,
+    latent: Tensor,
+    images: Tensor,
+    before: Tensor,
+    shown: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    return picture_loss(painter.decode(latent, images, before), shown, weights)
+
+
+class JointTraining:
+    """The transformer and the decoder that learns with it. A step: draw, losses, update."""
+
+    def __init__(
+        self,
+        dit: CharacterDiT,
+        autoencoder: Autoencoder,
+        probe: MouthProbe,
+        latent_reader: LatentReader,
+        pool: Pool,
+        renderer: Renderer,
+        generator: torch.Generator,
+        *,
+        batch: int,
+        chunks: int,
+        decoded: int,
+        seed: int,
+    ) -> None:
+        compiled = generator.device.type == "cuda"
+        self.dit = dit
+        self.painter = copy.deepcopy(autoencoder).train()
+        self.painter.encoder.requires_grad_(False)
+        self.painter.decoder.requires_grad_(True)
+        self.context = RolloutContext(dit, pool, min(512, len(pool.latents)), seed)
+        self._model, self._device = dit.config, generator.device
+        self._pool, self._renderer, self._generator = pool, renderer, generator
+        self._batch, self._chunks, self._decoded = batch, chunks, decoded
+        self._probe, self._latent_reader = probe, latent_reader
+        self._pass = TrainingPass(dit, compiled=compiled)
+        self._painted_loss = (
+            torch.compile(painted_loss, dynamic=False) if compiled else painted_loss
+        )
+        self._optimizer = MuonAdamW([dit], ADAM_ONLY)
+        self._painter_optimizer = torch.optim.Adam(
+            self.painter.decoder.parameters(), lr=PAINTER_RATE, betas=(0.9, 0.98)
+        )
+        self._probe_optimizer = torch.optim.Adam(probe.read.parameters(), lr=1e-3)
+        self._averages = (AveragedWeights(dit), AveragedWeights(self.painter.decoder))
+
+    def draw(self, *, rolling: bool) -> Batch:
+        """rolling: its context is of rollouts, not true."""
+        pool, generator, chunks = self._pool, self._generator, self._chunks
+        rows = self._integers(len(pool.latents))
+        first = self._integers(pool.latents.shape[1] - chunks + 1)
+        at_start = torch.rand(self._batch, generator=generator, device=self._device) < 0.3
+        first = torch.where(at_start, 0, first)
+        at = first[:, None] + torch.arange(chunks, device=self._device)
+        truth = pool.latents[rows[:, None], at].float()
+        known = self.context.latents[rows[:, None], at].float() if rolling else truth
+        mel = augment_mel(pool.clips.mel[rows[:, None], at], generator)
+        controls = pool.clips.idle_by_chunk(self._model.frames_per_chunk)[rows[:, None], at]
+        levels = sample_levels(self._model, self._batch, chunks, generator)
+        mix, known = levels[..., None, None], known.repeat(2, 1, 1, 1)
+        noise = torch.randn(known.shape, generator=generator, device=self._device)
+        noisy = (1 - mix) * known + mix * noise
+        offset = torch.where(first == 0, self._integers(2) * 0, self._integers(36)).float()
+        images = pool.references[rows].float() / 255
+        return Batch(rows, first, at, truth, images, noisy, levels, mel, controls, offset)
+
+    def _integers(self, high: int) -> Tensor:
+        size = (self._batch,)
+        return torch.randint(0, high, size, generator=self._generator, device=self._device)
+
+    def losses(self, batch: Batch) -> Losses:
+        with mixed_precision(self._device):
+            clean = self._pass(
+                batch.images, batch.noisy, batch.levels, batch.mel, batch.controls, batch.offset
+            )
+        weight = (1 / batch.levels.clamp(min=0.25))[..., None, None]
+        latent = ((clean - batch.truth.repeat(2, 1, 1, 1)).square() * weight).mean()
+        denoised = clean[self._batch :]
+        picture = self._picture_loss(batch, denoised)
+        with mixed_precision(self._device):
+            mouth = self._probe(batch.mel.flatten(0, 1)).float()
+        told = self._mouths(batch)
+        mouth = functional.mse_loss(mouth, told.reshape(mouth.shape))
+        read = self._latent_reader(denoised)
+        read = functional.mse_loss(read, told.reshape(read.shape))
+        return Losses(clean, latent, picture, mouth, read)
+
+    def _picture_loss(self, batch: Batch, denoised: Tensor) -> Tensor:
+        """Of two chunks of some clips, at one place for all of them."""
+        some, per_chunk = slice(0, self._decoded), self._model.frames_per_chunk
+        chunk = int(torch.randint(1, self._chunks, (1,)))
+        pair = denoised[some, chunk - 1 : chunk + 1]
+        truth = batch.truth[some]
+        before = truth[:, chunk - 2] if chunk > 1 else torch.zeros_like(truth[:, 0])
+        first_frame = (batch.first[some] + chunk - 1) * per_chunk
+        times = first_frame[:, None] + torch.arange(2 * per_chunk, device=self._device)
+        clips = Clips(*(field[batch.rows[some]] for field in self._pool.clips))
+        columns = clips.controls.shape[-1]
+        at_times = clips.controls.gather(1, times[..., None].expand(-1, -1, columns))
+        clips = clips._replace(controls=at_times)
+        with torch.no_grad():
+            shown = render_clips(self._renderer, clips)
+            weights = region_weights(clips)
+        with mixed_precision(self._device):
+            loss: Tensor = self._painted_loss(
+                self.painter, pair, batch.images[some], before, shown, weights
+            )
+        return loss
+
+    def _mouths(self, batch: Batch) -> Tensor:
+        """(B, K x frames, 5): the true mouth controls."""
+        per_chunk = self._model.frames_per_chunk
+        frames = torch.arange(per_chunk, device=self._device)
+        at = (batch.at[..., None] * per_chunk + frames).flatten(1)
+        return self._pool.clips.controls[batch.rows[:, None], at][..., NUM_CONTROLS:]
+
+    def update(self, loss: Tensor, rate: float, pace: float) -> None:
+        """pace: 0 to 1, the share of the peak rates; rate: the transformer's peak."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.dit.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.painter.decoder.parameters(), 1.0)
+        self._optimizer.step(rate * pace)
+        for group in self._painter_optimizer.param_groups:
+            group["lr"] = PAINTER_RATE * pace
+        for optimizer in (self._painter_optimizer, self._probe_optimizer):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        for average in self._averages:
+            average.update()
+
+    def finish(self) -> None:
+        """Both networks as they were on average."""
+        for average, network in zip(self._averages, (self.dit, self.painter.decoder), strict=True):
+            average.copy_to(network)
+        self.dit.eval().requires_grad_(False)
+        self.painter.eval().requires_grad_(False)
 
 
 def train_dit(
@@ -391,18 +576,6 @@ def train_dit(
     )
     torch.manual_seed(seed)
     dit = (start or CharacterDiT(model).to(device)).train().requires_grad_(True)
-    training_pass = TrainingPass(dit, compiled=cuda)
-    painter = copy.deepcopy(autoencoder).train()
-    painter.encoder.requires_grad_(False)
-    painter.decoder.requires_grad_(True)
-
-    def painted_loss(
-        latent: Tensor, images: Tensor, before: Tensor, shown: Tensor, weights: Tensor
-    ) -> Tensor:
-        return picture_loss(painter.decode(latent, images, before), shown, weights)
-
-    if cuda:
-        painted_loss = torch.compile(painted_loss, dynamic=False)
     probe = MouthProbe(dit).to(device)
     audio_score = train_audio_encoder(
         probe, source, generator, AUDIO_SHARE * seconds_left(), 512 if cuda else 16
@@ -410,108 +583,45 @@ def train_dit(
     latent_reader, latent_score = train_latent_reader(
         model, pool, generator, LATENT_READER_STEPS if cuda else 20
     )
-    probe_optimizer = torch.optim.Adam(probe.read.parameters(), lr=1e-3)
-    adam_only = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
-    optimizer = MuonAdamW([dit], adam_only)
-    painter_optimizer = torch.optim.Adam(painter.decoder.parameters(), lr=2e-4, betas=(0.9, 0.98))
-    averages = (AveragedWeights(dit), AveragedWeights(painter.decoder))
-    context = RolloutContext(dit, pool, min(512, pool_size), seed)
+    training = JointTraining(
+        dit,
+        autoencoder,
+        probe,
+        latent_reader,
+        pool,
+        renderer,
+        generator,
+        batch=batch,
+        chunks=chunks,
+        decoded=decoded,
+        seed=seed,
+    )
     log: list[dict[str, float]] = []
-    frames_of_chunk = torch.arange(model.frames_per_chunk, device=device)
     total = seconds_left()
     step = 0
     started = time.monotonic()
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    def integers(high: int, count: int) -> Tensor:
-        return torch.randint(0, high, (count,), generator=generator, device=device)
-
     while (elapsed := time.monotonic() - started) < total:
         if step == COMPILE_STEPS:
             say(f"dit compiled in {elapsed:.1f} s")
             started, total = time.monotonic(), seconds_left()
         rolling = elapsed > TEACHER_SHARE * total
         if rolling and step % 40 == 0:
-            context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
-        rows = integers(pool_size, batch)
-        first = integers(pool_chunks - chunks + 1, batch)
-        first = torch.where(torch.rand(batch, generator=generator, device=device) < 0.3, 0, first)
-        at = first[:, None] + torch.arange(chunks, device=device)
-        truth = pool.latents[rows[:, None], at].float()
-        known = context.latents[rows[:, None], at].float() if rolling else truth
-        mel = augment_mel(pool.clips.mel[rows[:, None], at], generator)
-        idle = pool.clips.idle_by_chunk(model.frames_per_chunk)[rows[:, None], at]
-        images = pool.references[rows].float() / 255
-        levels = sample_levels(model, batch, chunks, generator)
-        mix = levels[..., None, None]
-        noisy = (1 - mix) * known.repeat(2, 1, 1, 1) + mix * draw(2 * batch, *truth.shape[1:])
-        offset = torch.where(first == 0, integers(2, batch) * 0, integers(36, batch)).float()
-
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
-            clean = training_pass(images, noisy, levels, mel, idle, offset)
-        weight = (1 / levels.clamp(min=0.25))[..., None, None]
-        latent_loss = ((clean - truth.repeat(2, 1, 1, 1)).square() * weight).mean()
-        some = slice(0, decoded)
-        chunk = int(torch.randint(1, chunks, (1,)))
-        pair = clean[batch:][some, chunk - 1 : chunk + 1]
-        before = truth[some, chunk - 2] if chunk > 1 else torch.zeros_like(truth[some, 0])
-        frame = (first[some] + chunk - 1) * model.frames_per_chunk
-        times = frame[:, None] + torch.arange(2 * model.frames_per_chunk, device=device)
-        part = Clips(*(field[rows[some]] for field in pool.clips))
-        columns = part.controls.shape[-1]
-        at_times = part.controls.gather(1, times[..., None].expand(-1, -1, columns))
-        part = part._replace(controls=at_times)
-        with torch.no_grad():
-            shown = render_clips(renderer, part)
-            weights = region_weights(part)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
-            picture = painted_loss(pair, images[some], before, shown, weights)
-            mouth = probe(mel.flatten(0, 1))
-        frame_at = (at[..., None] * model.frames_per_chunk + frames_of_chunk).flatten(1)
-        told = pool.clips.controls[rows[:, None], frame_at][..., NUM_CONTROLS:]
-        mouth_loss = functional.mse_loss(mouth.float(), told.reshape(mouth.shape))
-        read = latent_reader(clean[batch:])
-        read_loss = functional.mse_loss(read, told.reshape(read.shape))
-        ramp = min(1.0, step / 300)
-        loss = latent_loss + PICTURE_WEIGHT * ramp * picture
-        loss = loss + MOUTH_WEIGHT * mouth_loss + READ_WEIGHT * read_loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(dit.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(painter.decoder.parameters(), 1.0)
+            training.context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
+        drawn = training.draw(rolling=rolling)
+        losses = training.losses(drawn)
         fall = 0.5 + 0.5 * math.cos(math.pi * min(1.0, elapsed / total))
-        now = min(1.0, (step + 1) / 150) * max(0.02, fall)
-        optimizer.step(rate * now)
-        for group in painter_optimizer.param_groups:
-            group["lr"] = 3e-4 * now
-        painter_optimizer.step()
-        painter_optimizer.zero_grad(set_to_none=True)
-        probe_optimizer.step()
-        probe_optimizer.zero_grad(set_to_none=True)
-        for average in averages:
-            average.update()
+        pace = min(1.0, (step + 1) / 150) * max(0.02, fall)
+        training.update(losses.total(step), rate, pace)
         step += 1
         profiler.tick("transformer", step)
         if step % 200 == 0 or step in (1, 20, 60):
-            entry = {
-                "step": step,
-                "seconds": elapsed,
-                "latent": latent_loss.item(),
-                "context": (clean[:batch] - truth).square().mean().item(),
-                "denoised": (clean[batch:] - truth).square().mean().item(),
-                "picture": float(picture.item()),
-                "mouth": mouth_loss.item(),
-                "read": read_loss.item(),
-            }
-            log.append(entry)
-            say("dit " + " ".join(f"{k} {v:.4g}" for k, v in entry.items()))
-    averages[0].copy_to(dit)
-    averages[1].copy_to(painter.decoder)
+            log.append({"step": step, "seconds": elapsed, **losses.figures(drawn.truth)})
+            say("dit " + " ".join(f"{k} {v:.4g}" for k, v in log[-1].items()))
+    training.finish()
     record = {
         "log": log,
         "steps": step,
         "audio_encoder_correlation": audio_score,
         "latent_reader_correlation": latent_score,
     }
-    return dit.eval().requires_grad_(False), painter.eval().requires_grad_(False), record
+    return dit, training.painter, record

@@ -30,7 +30,7 @@ from characters_serve.model.weights import save_network
 from scripts.train_tiny.attributes import centred
 from scripts.train_tiny.data import Clips, ClipSource, augment_mel, render_clips
 from scripts.train_tiny.fused_renderer import FusedRenderer
-from scripts.train_tiny.networks import AveragedWeights
+from scripts.train_tiny.networks import AveragedWeights, mixed_precision
 from scripts.train_tiny.renderer import Renderer
 
 TOGETHER = 4
@@ -155,7 +155,7 @@ def train(
         crops, mel = pool.sample(options.batch, generator)
         pictures = augment_pictures(crops, generator)
         heard = augment_mel(mel[:, None], generator)[:, 0]
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=cuda):
+        with mixed_precision(device):
             video, speech = network.video_windows(pictures), network.speech_windows(heard)
         loss = sync_loss(video, speech)
         optimizer.zero_grad(set_to_none=True)

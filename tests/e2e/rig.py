@@ -31,10 +31,9 @@ from playwright.async_api import (
 )
 
 from characters_serve.bench.cores import usage
-from tests.serving import address_in, serve_command
+from tests.serving import ROOT, address_in, serve_command
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 READY_S = 90.0
 STOP_S = 20.0
 FREE_S = 40.0

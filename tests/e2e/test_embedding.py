@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 from playwright.async_api import expect
 
-from tests.e2e.rig import ROOT, browser, running_server
+from tests.e2e.rig import browser, running_server
+from tests.serving import ROOT
 
 README_ADDRESS = "http://127.0.0.1:8080"
 POLICY = "default-src 'none'; script-src 'unsafe-inline' SERVER; connect-src SERVER; img-src SERVER"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from characters_kernels.gemm_all_reduce import RankLost, gemm_all_reduce_referen
 from characters_kernels.gemm_all_reduce import gemm_all_reduce as fused
 from characters_serve.bench import gemm_all_reduce, tensor_parallel
 from characters_serve.config import Config, EngineConfig, Optimizations, load_config
+from tests.ranks_rig import end_ranks, start_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,23 +35,8 @@ LENGTHS = 100
 ENDED_S = 150.0
 
 
-def spawn(target: Callable[..., None], size: int, *arguments: Any) -> None:
-    """Runs the ranks to their end; one that fails or hangs ends the others, and fails here."""
-    context = multiprocessing.get_context("spawn")
-    ranks: list[BaseProcess] = [
-        context.Process(target=target, args=(rank, size, *arguments)) for rank in range(size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(ENDED_S)
-        if rank.exitcode != 0:
-            break
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-        rank.join()
-    assert codes == [0] * size
+def run_ranks(target: Callable[..., None], size: int, *arguments: Any) -> None:
+    assert end_ranks(start_ranks(target, size, size, *arguments), ENDED_S) == [0] * size
 
 
 def check_kernel(rank: int, size: int, folder: Path) -> None:
@@ -69,7 +53,7 @@ def check_kernel(rank: int, size: int, folder: Path) -> None:
 
 
 def test_fused_sums_are_right_in_replayed_chains_with_a_rank_late(tmp_path: Path) -> None:
-    spawn(check_kernel, 2, tmp_path)
+    run_ranks(check_kernel, 2, tmp_path)
 
 
 def check_compiled(rank: int, size: int, folder: Path) -> None:
@@ -98,7 +82,7 @@ def check_compiled(rank: int, size: int, folder: Path) -> None:
 
 
 def test_fused_sums_are_right_under_the_compiler(tmp_path: Path) -> None:
-    spawn(check_compiled, 2, tmp_path)
+    run_ranks(check_compiled, 2, tmp_path)
 
 
 def check_left_alone(rank: int, size: int, folder: Path) -> None:
@@ -119,13 +103,13 @@ def check_left_alone(rank: int, size: int, folder: Path) -> None:
 
 
 def test_a_rank_that_dies_is_not_waited_for_for_ever(tmp_path: Path) -> None:
-    spawn(check_left_alone, 2, tmp_path)
+    run_ranks(check_left_alone, 2, tmp_path)
 
 
 def run_session(rank: int, size: int, folder: Path, config_json: str, lengths: int) -> None:
     config = Config.model_validate_json(config_json)
-    member = tensor_parallel.Member(config, folder, rank)
-    denoiser, model, device = member._denoiser, config.model, member.device
+    member = tensor_parallel.StepMember(config, folder, rank)
+    denoiser, model, device = member.denoiser, config.model, member.device
     random = torch.Generator().manual_seed(1)
     image = torch.rand(1, 3, model.height, model.width, generator=random).to(device)
     words = torch.randn(1, model.prompt_slots, model.prompt_dim, generator=random).to(device)
@@ -155,7 +139,7 @@ def session(size: int, optimizations: Optimizations, lengths: int = 0, **engine:
     changed = {"model": MODEL, "engine": settings, "optimizations": optimizations}
     config = BIG.model_copy(update=changed).model_dump_json()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(run_session, size, Path(folder), config, lengths)
+        run_ranks(run_session, size, Path(folder), config, lengths)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(size)]
 
 

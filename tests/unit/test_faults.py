@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -27,12 +26,11 @@ import zmq
 
 from characters_serve.channels import Channel, endpoint
 from characters_serve.messages import VideoChunk
-from tests.serving import address_in, serve_command
+from tests import serving
 from tests.unit.session_rig import Browser
 from tests.unit.small_model import SMALL
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
 GROUPS = 4
 SIZE = (192, 128)
 VIDEO_STEP = 90_000 // 24
@@ -43,29 +41,19 @@ async def gone(*processes: psutil.Process) -> None:
     await until(lambda: not any(process.is_running() for process in processes), PATIENCE_S)
 
 
-class Server:
-    """`characters serve` in a process of its own; `log` is where its lines of JSON go."""
+class Server(serving.Server):
+    """Its groups' processes can be found; `log` has its lines of JSON."""
 
     def __init__(self, folder: Path, log: Path, *settings: str) -> None:
-        self.run_dir = folder / "run"
         self.log = log
-        settings = (
-            *("engine.kind=pattern", f"model.width={SIZE[0]}", f"model.height={SIZE[1]}"),
-            *("server.port=0", "server.log_format=json", f"server.run_dir={self.run_dir}"),
-            *("fleet.ping_interval_s=0.5", "fleet.ping_timeout_s=6", "fleet.stop_timeout_s=3"),
+        super().__init__(
+            folder / "run",
+            *(f"model.width={SIZE[0]}", f"model.height={SIZE[1]}", "server.log_format=json"),
+            *("fleet.ping_interval_s=0.5", "fleet.ping_timeout_s=6"),
             "server.sessions_per_minute=1000",
             *settings,
+            log=log,
         )
-        with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                serve_command(*settings),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-            )
-        assert self.process.stdout is not None
-        self.url = address_in(self.process.stdout.readline().decode())
 
     async def all_ready(self, groups: int = GROUPS) -> None:
         async with httpx.AsyncClient(base_url=self.url) as http, asyncio.timeout(PATIENCE_S):
@@ -83,18 +71,10 @@ class Server:
     def process_of(self, group: str, module: str) -> psutil.Process:
         (found,) = (
             child
-            for child in psutil.Process(self.process.pid).children(recursive=True)
+            for child in self.descendants()
             if str(self.run_dir / group) in (line := child.cmdline()) and module in line
         )
         return found
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @dataclass
@@ -177,7 +157,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("agent.kind=openai_realtime", "agent.realtime.url=ws://127.0.0.1:9/"),
     )
     yield running
-    running.end()
+    running.kill()
 
 
 HOST = "characters_serve.session.host"
@@ -365,10 +345,10 @@ async def test_every_slot_is_back_and_the_end_leaves_nothing(server: Server) -> 
     """Last: after all that was done above."""
     await server.all_ready()
     shared = {path.name for path in Path("/dev/shm").iterdir()}
-    everything = psutil.Process(server.process.pid).children(recursive=True)
+    everything = server.descendants()
     assert len(everything) == 3 * GROUPS
     server.process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(server.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+    assert await server.ended(PATIENCE_S) in (0, -signal.SIGTERM)
     assert not any(process.is_running() for process in everything)
     assert list(server.run_dir.iterdir()) == []
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
@@ -377,17 +357,16 @@ async def test_every_slot_is_back_and_the_end_leaves_nothing(server: Server) -> 
 async def test_a_full_disk_for_logs_and_a_closed_terminal_stop_nobody(tmp_path: Path) -> None:
     running = Server(tmp_path, Path("/dev/full"), "agent.kind=none")
     try:
-        assert running.process.stdout is not None
-        running.process.stdout.close()
+        running.said.close()
         await running.all_ready(1)
         async with client(running) as page:
             await page.watches()
         await running.all_ready(1)
         running.process.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(running.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+        assert await running.ended(PATIENCE_S) in (0, -signal.SIGTERM)
         assert list(running.run_dir.iterdir()) == []
     finally:
-        running.end()
+        running.kill()
 
 
 async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_back(
@@ -419,7 +398,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_session_and_the_slot_comes_bac
         ended = 'characters_sessions_ended_total{reason="process_died",state="failed"} 2.0'
         assert ended in text
     finally:
-        running.end()
+        running.kill()
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -430,7 +409,7 @@ async def test_sigterm_while_the_character_speaks(tmp_path: Path, signals: int) 
     try:
         await running.all_ready(1)
         async with client(running) as page, voice(running, page) as (agent, heard):
-            everything = psutil.Process(running.process.pid).children(recursive=True)
+            everything = running.descendants()
             await agent.send(json.dumps({"type": "start", "sample_rate": 8000}))
             await agent.send(bytes(2 * round(8000 * spoken_s)))
             await agent.send(json.dumps({"type": "end"}))
@@ -449,11 +428,11 @@ async def test_sigterm_while_the_character_speaks(tmp_path: Path, signals: int) 
                 assert "playback_finished" not in heard
                 running.process.send_signal(signal.SIGTERM)
                 await until(lambda: running.process.poll() is not None, spoken_s - 10)
-        assert await asyncio.to_thread(running.process.wait, PATIENCE_S) in (0, -signal.SIGTERM)
+        assert await running.ended(PATIENCE_S) in (0, -signal.SIGTERM)
         assert not any(process.is_running() for process in everything)
         assert list(running.run_dir.iterdir()) == []
     finally:
-        running.end()
+        running.kill()
 
 
 @asynccontextmanager

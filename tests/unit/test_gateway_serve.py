@@ -22,60 +22,27 @@ from av import VideoFrame
 
 from characters_serve import cli
 from characters_serve.config import ServerConfig
-from tests.serving import address_in, serve_command
+from tests.serving import ROOT, Server, serve_command
 
-ROOT = Path(__file__).parents[2]
-
-
-class Server:
-    def __init__(self, process: asyncio.subprocess.Process, run_dir: Path) -> None:
-        self.process = process
-        self.run_dir = run_dir
-        self.url = ""
-
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    async def ended(self) -> int:
-        async with asyncio.timeout(30):
-            return await self.process.wait()
+ENDS_S = 30
 
 
 @asynccontextmanager
 async def server(
-    run_dir: Path, *overrides: str, ready: bool = True, log: Path | None = None
+    run_dir: Path, *settings: str, ready: bool = True, log: Path | None = None
 ) -> AsyncIterator[Server]:
-    settings = [
-        "engine.kind=pattern",
-        "agent.kind=none",
-        "server.port=0",
-        f"server.run_dir={run_dir}",
-        "fleet.stop_timeout_s=3",
-        *overrides,
-    ]
-    errors = log.open("wb") if log is not None else None
-    process = await asyncio.create_subprocess_exec(
-        *serve_command(*settings),
-        cwd=ROOT,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=errors,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    running = Server(process, run_dir)
+    running = Server(run_dir, "agent.kind=none", *settings, log=log)
     try:
-        async with asyncio.timeout(120):
-            running.url = address_in((await process.stdout.readline()).decode())
-            while ready and not (await process.stdout.readline()).startswith(b"Open http://"):
-                pass
+        if ready:
+            async with asyncio.timeout(120):
+                await asyncio.to_thread(until_open, running)
         yield running
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]
-        if errors is not None:
-            errors.close()
+        running.kill()
+
+
+def until_open(running: Server) -> None:
+    assert any(line.startswith(b"Open http://") for line in running.said), "it has ended"
 
 
 def left_over(run_dir: Path) -> list[str]:
@@ -149,7 +116,7 @@ async def test_a_peer_sees_the_character_and_leaves_no_trace(tmp_path: Path) -> 
         assert 'characters_groups{state="ready"} 1.0' in text
         children = running.descendants()
         running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() in (0, -signal.SIGTERM)
+        assert await running.ended(ENDS_S) in (0, -signal.SIGTERM)
     assert left_over(tmp_path) == [] and not any(child.is_running() for child in children)
 
 
@@ -160,7 +127,7 @@ async def test_ctrl_c_ends_everything(tmp_path: Path, ready: bool) -> None:
             await asyncio.sleep(0.5)
         children = running.descendants()
         os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-        assert await running.ended() == 0
+        assert await running.ended(ENDS_S) == 0
     # Interrupted while it still starts, the kernel ends its children just after it.
     _, alive = psutil.wait_procs(children, timeout=5)
     assert left_over(tmp_path) == [] and not alive
@@ -191,7 +158,7 @@ async def test_sigterm_lets_the_conversation_finish_and_admits_no_other(tmp_path
             await video.recv()
         answer = await http.get(f"/v1/sessions/{session['id']}", headers=secret_of(session))
         assert answer.json()["status"] in ("live", "reconnecting"), "it goes on while it may"
-        assert await running.ended() in (0, -signal.SIGTERM)
+        assert await running.ended(ENDS_S) in (0, -signal.SIGTERM)
         await peer.close()
     assert left_over(tmp_path) == []
 
@@ -208,8 +175,7 @@ async def test_a_second_signal_ends_it_now(tmp_path: Path, how: signal.Signals) 
         await asyncio.sleep(0.5)
         assert (await http.get("/healthz/live")).status_code == 200
         running.process.send_signal(how)
-        async with asyncio.timeout(15):
-            assert await running.ended() in (0, -signal.SIGTERM)
+        assert await running.ended(15) in (0, -signal.SIGTERM)
         await peer.close()
     assert left_over(tmp_path) == []
 
@@ -243,7 +209,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
         await peer.close()
         await free_again(http)
         running.process.send_signal(signal.SIGTERM)
-        await running.ended()
+        await running.ended(ENDS_S)
     text = log.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line["session"] for line in lines if "session" in line} >= {session["id"][:8]}
@@ -261,7 +227,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
 async def test_a_killed_servers_folders_go_when_the_next_one_starts(tmp_path: Path) -> None:
     async with server(tmp_path) as running:
         running.process.kill()
-        await running.ended()
+        await running.ended(ENDS_S)
     (dead,) = left_over(tmp_path)
     long_ago_s = time.time() - 60
     os.utime(tmp_path / dead, (long_ago_s, long_ago_s))
@@ -274,7 +240,7 @@ async def test_when_the_server_is_killed_nothing_survives_it(tmp_path: Path) -> 
         children = running.descendants()
         assert len(children) >= 2
         running.process.kill()
-        await running.ended()
+        await running.ended(ENDS_S)
         async with asyncio.timeout(10):
             while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
                 await asyncio.sleep(0.05)
