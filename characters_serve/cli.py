@@ -249,6 +249,7 @@ def evaluate(_config: Config, options: argparse.Namespace) -> int:
     import importlib.util
     import json
 
+    from characters_serve.bench.origin import origin
     from characters_serve.evaluation.report import draw, make_report
     from characters_serve.evaluation.run import Plan, default_jobs
     from characters_serve.evaluation.run import evaluate as run
@@ -281,7 +282,8 @@ def evaluate(_config: Config, options: argparse.Namespace) -> int:
     )
     title = f"{plan.clips} clips of {plan.seconds:g} s; {scorer}"
     print(f"{title}\n{report.table()}")
-    result = {"scorer": scorer, "clips": plan.clips, "seconds": plan.seconds, **report.as_dict()}
+    about = {"scorer": scorer, "clips": plan.clips, "seconds": plan.seconds}
+    result = about | origin() | report.as_dict()
     (plan.out / "report.json").write_text(json.dumps(result, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         draw(report, title, plan.out / "report.png")
