@@ -99,9 +99,9 @@ class PcmReader:
         if not self._float and self._channels == 1:
             return data
         samples: NDArray[Any] = np.frombuffer(data, "<f4" if self._float else "<i2")
-        samples = samples.astype(np.float64)
-        if self._float:
-            samples = np.clip(np.nan_to_num(samples), -1.0, 1.0) * 32767.0
+        if self._float:  # first of all: a signalling NaN cannot be converted without a complaint
+            samples = np.clip(np.nan_to_num(samples), -1.0, 1.0)
+        samples = samples.astype(np.float64) * (32767.0 if self._float else 1.0)
         mono = samples.reshape(-1, self._channels).mean(axis=1)
         return bytes(np.rint(mono).astype("<i2").tobytes())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from characters_serve.agent.base import AgentEvent
@@ -63,6 +63,7 @@ class Rig:
     data=st.binary(max_size=400),
     cuts=st.lists(st.integers(0, 400), max_size=20),
 )
+@example(encoding="pcm_f32le", channels=1, data=b"\x00\x00\x81\x7f", cuts=[])  # signalling NaN
 def test_pcm_is_the_same_however_it_is_cut(
     encoding: str, channels: int, data: bytes, cuts: list[int]
 ) -> None:
