@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -282,8 +283,8 @@ def evaluate(_config: Config, options: argparse.Namespace) -> int:
     )
     title = f"{plan.clips} clips of {plan.seconds:g} s; {scorer}"
     print(f"{title}\n{report.table()}")
-    about = {"scorer": scorer, "clips": plan.clips, "seconds": plan.seconds}
-    result = about | origin() | report.as_dict()
+    result: dict[str, Any] = {"scorer": scorer, "clips": plan.clips, "seconds": plan.seconds}
+    result |= origin() | report.as_dict()
     (plan.out / "report.json").write_text(json.dumps(result, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib"):
         draw(report, title, plan.out / "report.png")
