@@ -48,7 +48,7 @@ from characters_serve.bench.rank_step import random_e4m3
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.ranks import Ranks, SharedMemory
-from characters_serve.engine.steady_sum import TwoShotProduct
+from characters_serve.engine.steady_sum import TwoShotProduct, exchange_over
 from characters_serve.model.dit import NORM_EPS
 from characters_serve.model.linear import out_projection_cut
 from characters_serve.model.shard import deal
@@ -84,16 +84,7 @@ class Member:
             memory = SharedMemory(region, [region.data_ptr()], multicast=0, handle=None)
         else:
             memory = ranks.share(count)
-        return Exchange(
-            memory.region,
-            memory.addresses,
-            ranks.rank,
-            rows,
-            columns,
-            plan,
-            ranks.timeout_s,
-            keep=memory,
-        )
+        return exchange_over(memory, ranks, rows, columns, plan, in_switch=False)
 
     def of_rank_0(self, x: Tensor) -> Tensor:
         """x, on the host, is overwritten on the others."""

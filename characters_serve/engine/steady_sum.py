@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from characters_kernels.gemm_all_reduce import Exchange, region_bytes, steady_plan
+from characters_kernels.gemm_all_reduce import Exchange, Plan, region_bytes, steady_plan
 from characters_serve.config import Optimizations
-from characters_serve.engine.ranks import Ranks, peers
+from characters_serve.engine.ranks import Ranks, SharedMemory, peers
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.fp8 import Fp8Linear, MatmulThenSum, Product
 from characters_serve.model.steady import out_projection_rows
@@ -75,6 +75,13 @@ def fused_product(ranks: Ranks, rows: int, columns: int, *, in_switch: bool) -> 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     plan = steady_plan(properties.multi_processor_count)
     memory = ranks.share(region_bytes(rows, columns, plan), multicast=in_switch)
+    return exchange_over(memory, ranks, rows, columns, plan, in_switch=in_switch)
+
+
+def exchange_over(
+    memory: SharedMemory, ranks: Ranks, rows: int, columns: int, plan: Plan, *, in_switch: bool
+) -> Exchange:
+    """memory: `region_bytes` of each rank's."""
     return Exchange(
         memory.region,
         memory.addresses,
