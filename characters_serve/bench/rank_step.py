@@ -20,6 +20,7 @@ from torch import Tensor
 from characters_kernels.attention import backend, fp8_attention
 from characters_kernels.fp8 import E4M3, E4M3_MAX
 from characters_kernels.linear_fp8 import linear_fp8
+from characters_serve.bench.members import SETTLE_SHARE
 from characters_serve.config import Config, ModelConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
@@ -35,8 +36,6 @@ _TURNS: Final = 4
 _COMPILED_STEPS: Final = 3
 """Steps with a full window after which nothing is compiled or captured any more. Eager steps need
 one, and take a second each where every cached key is rotated again."""
-_SETTLE_SHARE: Final = 0.25
-"""Of a sustained run, for the clocks to settle to the card's power limit; not counted."""
 
 CATEGORIES: Final = ("matmul", "attention", "cache", "norm_quant", "other")
 _KERNELS: Final = {
@@ -129,7 +128,7 @@ class StartedStep:
         started_s = time.perf_counter()
         while (elapsed_s := time.perf_counter() - started_s) < seconds or not times_ms:
             step_ms, reset = self.step()
-            if not reset and (elapsed_s > seconds * _SETTLE_SHARE or seconds == 0):
+            if not reset and (elapsed_s > seconds * SETTLE_SHARE or seconds == 0):
                 times_ms.append(step_ms)
         return times_ms
 

@@ -380,9 +380,9 @@ def soak(seconds: float, seed: int) -> dict[str, Any]:
     with serving(SOAK_GROUPS) as server:
         result = asyncio.run(Soak(server, seed).run(seconds))
         result["tracebacks_logged"] = server.log.read_text("utf-8", "replace").count("Traceback")
-    held = held_memory()
+    in_use = held_memory()
     new = set(Path("/dev/shm").iterdir()) - before
-    result["shared_memory_left"] = sum(str(path) not in held for path in new)
+    result["shared_memory_left"] = sum(str(path) not in in_use for path in new)
     result["grown"] = [
         name
         for name, held in result["gateway"].items()
