@@ -39,6 +39,7 @@ from scripts.train_tiny.data import (
 from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation, mixed_precision
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.renderer import Renderer
+from scripts.train_tiny.replayed import ReplayedGradients
 from scripts.train_tiny.train_autoencoder import (
     COMPILE_STEPS,
     Autoencoder,
@@ -49,10 +50,13 @@ from scripts.train_tiny.train_autoencoder import (
 from scripts.train_tiny.visemes import MOUTH_CONTROLS as MOUTH_CONTROL_NAMES
 
 MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
+CONTROLS = NUM_CONTROLS + MOUTH_CONTROLS
 PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
-TEACHER_SHARE = 0.5
-READ_WEIGHT = 1.0
+TEACHER_SHARE = 0.35
+REFRESH_STEPS, REFRESHED = 80, 1024
+"""Of the rollouts that stand for true context: every 80 steps so many clips are rolled anew."""
+READ_WEIGHT = 2.0
 PAINTER_RATE = 3e-4
 ADAM_ONLY = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
 AUDIO_SHARE = 0.02
@@ -252,10 +256,10 @@ def train_audio_encoder(
 
 
 class LatentReader(nn.Module):
-    """Reads the five mouth controls of each frame from a chunk's latent.
+    """Reads the controls of each frame, idle ones and the mouth's, from a chunk's latent.
 
-    It tells the transformer which of a latent's directions are the mouth's, of which the plain
-    latent loss knows nothing. What the scores read, the pictures, is read by another network.
+    It tells the transformer which of a latent's directions are lids, gaze and mouth, of which the
+    plain latent loss knows nothing. What the scores read, the pictures, another network reads.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -268,11 +272,11 @@ class LatentReader(nn.Module):
             nn.Conv2d(128, 64, 3, padding=1),
             nn.SiLU(),
             nn.Flatten(),
-            nn.Linear(64 * model.video_tokens, self.frames * MOUTH_CONTROLS),
+            nn.Linear(64 * model.video_tokens, self.frames * CONTROLS),
         )
 
     def forward(self, latent: Tensor) -> Tensor:
-        """(..., V, C) -> (..., frames, 5)."""
+        """(..., V, C) -> (..., frames, 12)."""
         channels_first = latent.flatten(0, -3).transpose(-1, -2)
         read: Tensor = self.layers(torch.unflatten(channels_first, -1, self.grid))
         return read.reshape(*latent.shape[:-2], self.frames, -1)
@@ -280,12 +284,12 @@ class LatentReader(nn.Module):
 
 def train_latent_reader(
     model: ModelConfig, pool: Pool, generator: torch.Generator, steps: int
-) -> tuple[LatentReader, float]:
-    """Returns it and the correlation of the mouth's opening on clips of the pool kept back."""
+) -> tuple[LatentReader, list[float]]:
+    """Returns it and the correlations of all controls on clips of the pool kept back."""
     device = pool.latents.device
     reader = LatentReader(model).to(device)
     optimizer = torch.optim.AdamW(reader.parameters(), lr=2e-3, weight_decay=0.05)
-    told = torch.unflatten(pool.clips.controls[..., NUM_CONTROLS:], 1, (-1, reader.frames))
+    told = torch.unflatten(pool.clips.controls, 1, (-1, reader.frames))
     kept_back = max(1, len(told) // 16)
     for step in range(steps):
         rows = torch.randint(kept_back, len(told), (256,), generator=generator, device=device)
@@ -300,8 +304,8 @@ def train_latent_reader(
             group["lr"] = 2e-3 * (1 - step / steps)
     reader.eval().requires_grad_(False)
     read = reader(pool.latents[:kept_back].float())
-    found = correlation(read[..., 0], told[:kept_back, ..., 0])
-    say(f"latent reader {steps} steps, kept back mouth opening {found:.3f}")
+    found = [round(correlation(read[..., i], told[:kept_back, ..., i]), 3) for i in range(CONTROLS)]
+    say(f"latent reader {steps} steps, kept back controls {found}")
     return reader, found
 
 
@@ -317,7 +321,8 @@ def sample_levels(
 
     last = model.noise_levels[-1]
     context = torch.where(uniform(0, 1) < 0.7, last, uniform(0.05, last + 0.2))
-    served = torch.tensor(model.noise_levels[:-1], device=device)
+    # The first level twice: with two passes it is followed by the last, which is the context's.
+    served = torch.tensor((model.noise_levels[0], *model.noise_levels[:-1]), device=device)
     which = torch.randint(0, len(served), (count, chunks), generator=generator, device=device)
     denoised = torch.where(uniform(0, 1) < 0.25, uniform(last, 1.0), served[which])
     return torch.cat([context, denoised])
@@ -361,47 +366,37 @@ def roll_out(
 
 
 class Batch(NamedTuple):
-    """What one step trains on; of the pool, clips `rows` (B,) from chunk `first` (B,) on.
+    """What one step trains on: K chunks of B clips, as TrainingPass takes them, and their truth.
 
-    at (B, K): which chunks of them; truth (B, K, V, C). The others as TrainingPass takes them.
+    truth: (B, K, V, C). told: (B, K, frames, 12), the true controls. Of D of the clips the chunks
+    `pair` (2,) are decoded: before (D, V, C), the true latent before them; shown and its weights
+    (D, T, 3 and 1, H, W).
     """
 
-    rows: Tensor
-    first: Tensor
-    at: Tensor
-    truth: Tensor
     images: Tensor
     noisy: Tensor
     levels: Tensor
     mel: Tensor
     controls: Tensor
     offset: Tensor
+    truth: Tensor
+    told: Tensor
+    pair: Tensor
+    before: Tensor
+    shown: Tensor
+    weights: Tensor
 
 
 class Losses(NamedTuple):
-    """clean (2B, K, V, C): what the transformer made of the context, then of the other stream."""
+    """Of one step, each (); context and denoised are the transformer's mean squared errors."""
 
-    clean: Tensor
+    total: Tensor
     latent: Tensor
+    context: Tensor
+    denoised: Tensor
     picture: Tensor
     mouth: Tensor
     read: Tensor
-
-    def total(self, step: int) -> Tensor:
-        ramp = min(1.0, step / 300)
-        loss = self.latent + PICTURE_WEIGHT * ramp * self.picture
-        return loss + MOUTH_WEIGHT * self.mouth + READ_WEIGHT * self.read
-
-    def figures(self, truth: Tensor) -> dict[str, float]:
-        context, denoised = self.clean.chunk(2)
-        return {
-            "latent": self.latent.item(),
-            "context": (context - truth).square().mean().item(),
-            "denoised": (denoised - truth).square().mean().item(),
-            "picture": float(self.picture.item()),
-            "mouth": self.mouth.item(),
-            "read": self.read.item(),
-        }
 
 
 def painted_loss(
@@ -438,14 +433,19 @@ class JointTraining:
         self.painter = copy.deepcopy(autoencoder).train()
         self.painter.encoder.requires_grad_(False)
         self.painter.decoder.requires_grad_(True)
-        self.context = RolloutContext(dit, pool, min(512, len(pool.latents)), seed)
+        self.context = RolloutContext(dit, pool, min(REFRESHED, len(pool.latents)), seed)
         self._model, self._device = dit.config, generator.device
+        self._frames = dit.config.frames_per_chunk
         self._pool, self._renderer, self._generator = pool, renderer, generator
         self._batch, self._chunks, self._decoded = batch, chunks, decoded
         self._probe, self._latent_reader = probe, latent_reader
         self._pass = TrainingPass(dit, compiled=compiled)
         self._painted_loss = (
             torch.compile(painted_loss, dynamic=False) if compiled else painted_loss
+        )
+        self._gradients = ReplayedGradients(
+            self._losses,
+            [*dit.parameters(), *self.painter.decoder.parameters(), *probe.read.parameters()],
         )
         self._optimizer = MuonAdamW([dit], ADAM_ONLY)
         self._painter_optimizer = torch.optim.Adam(
@@ -456,7 +456,7 @@ class JointTraining:
 
     def draw(self, *, rolling: bool) -> Batch:
         """rolling: its context is of rollouts, not true."""
-        pool, generator, chunks = self._pool, self._generator, self._chunks
+        pool, generator, chunks, frames = self._pool, self._generator, self._chunks, self._frames
         rows = self._integers(len(pool.latents))
         first = self._integers(pool.latents.shape[1] - chunks + 1)
         at_start = torch.rand(self._batch, generator=generator, device=self._device) < 0.3
@@ -465,68 +465,71 @@ class JointTraining:
         truth = pool.latents[rows[:, None], at].float()
         known = self.context.latents[rows[:, None], at].float() if rolling else truth
         mel = augment_mel(pool.clips.mel[rows[:, None], at], generator)
-        controls = pool.clips.idle_by_chunk(self._model.frames_per_chunk)[rows[:, None], at]
+        told = torch.unflatten(pool.clips.controls, 1, (-1, frames))[rows[:, None], at]
         levels = sample_levels(self._model, self._batch, chunks, generator)
         mix, known = levels[..., None, None], known.repeat(2, 1, 1, 1)
         noise = torch.randn(known.shape, generator=generator, device=self._device)
         noisy = (1 - mix) * known + mix * noise
-        offset = torch.where(first == 0, self._integers(2) * 0, self._integers(36)).float()
+        offset = torch.where(first == 0, 0, self._integers(36)).float()
         images = pool.references[rows].float() / 255
-        return Batch(rows, first, at, truth, images, noisy, levels, mel, controls, offset)
+
+        decoded = slice(0, self._decoded)
+        second = int(torch.randint(1, chunks, ()))
+        before = truth[decoded, second - 2] if second > 1 else torch.zeros_like(truth[decoded, 0])
+        of = Clips(*(field[rows[decoded]] for field in pool.clips))
+        of = of._replace(controls=told[decoded, second - 1 : second + 1].flatten(1, 2))
+        return Batch(
+            images=images,
+            noisy=noisy,
+            levels=levels,
+            mel=mel,
+            controls=told[..., :NUM_CONTROLS],
+            offset=offset,
+            truth=truth,
+            told=told,
+            pair=torch.tensor([second - 1, second], device=self._device),
+            before=before,
+            shown=render_clips(self._renderer, of),
+            weights=region_weights(of),
+        )
 
     def _integers(self, high: int) -> Tensor:
         size = (self._batch,)
         return torch.randint(0, high, size, generator=self._generator, device=self._device)
 
-    def losses(self, batch: Batch) -> Losses:
+    def losses(self, batch: Batch, step: int) -> Losses:
+        """With the gradients of the total left in the parameters."""
+        ramp = torch.tensor(min(1.0, step / 300), device=self._device)
+        return Losses(*self._gradients(*batch, ramp))
+
+    def _losses(self, *given: Tensor) -> Losses:
+        batch, ramp = Batch(*given[:-1]), given[-1]
         with mixed_precision(self._device):
             clean = self._pass(
                 batch.images, batch.noisy, batch.levels, batch.mel, batch.controls, batch.offset
             )
-        weight = (1 / batch.levels.clamp(min=0.25))[..., None, None]
-        latent = ((clean - batch.truth.repeat(2, 1, 1, 1)).square() * weight).mean()
-        denoised = clean[self._batch :]
-        picture = self._picture_loss(batch, denoised)
-        with mixed_precision(self._device):
             mouth = self._probe(batch.mel.flatten(0, 1)).float()
-        told = self._mouths(batch)
+        errors = (clean - batch.truth.repeat(2, 1, 1, 1)).square().mean((2, 3))
+        latent = (errors / batch.levels.clamp(min=0.25)).mean()
+        context, denoised = errors.detach().chunk(2)
+        told = batch.told[..., NUM_CONTROLS:]
         mouth = functional.mse_loss(mouth, told.reshape(mouth.shape))
-        read = self._latent_reader(denoised)
-        read = functional.mse_loss(read, told.reshape(read.shape))
-        return Losses(clean, latent, picture, mouth, read)
-
-    def _picture_loss(self, batch: Batch, denoised: Tensor) -> Tensor:
-        """Of two chunks of some clips, at one place for all of them."""
-        some, per_chunk = slice(0, self._decoded), self._model.frames_per_chunk
-        chunk = int(torch.randint(1, self._chunks, (1,)))
-        pair = denoised[some, chunk - 1 : chunk + 1]
-        truth = batch.truth[some]
-        before = truth[:, chunk - 2] if chunk > 1 else torch.zeros_like(truth[:, 0])
-        first_frame = (batch.first[some] + chunk - 1) * per_chunk
-        times = first_frame[:, None] + torch.arange(2 * per_chunk, device=self._device)
-        clips = Clips(*(field[batch.rows[some]] for field in self._pool.clips))
-        columns = clips.controls.shape[-1]
-        at_times = clips.controls.gather(1, times[..., None].expand(-1, -1, columns))
-        clips = clips._replace(controls=at_times)
-        with torch.no_grad():
-            shown = render_clips(self._renderer, clips)
-            weights = region_weights(clips)
+        made = clean[self._batch :]
+        read = functional.mse_loss(self._latent_reader(made), batch.told)
         with mixed_precision(self._device):
-            loss: Tensor = self._painted_loss(
-                self.painter, pair, batch.images[some], before, shown, weights
+            picture = self._painted_loss(
+                self.painter,
+                made[: self._decoded].index_select(1, batch.pair),
+                batch.images[: self._decoded],
+                batch.before,
+                batch.shown,
+                batch.weights,
             )
-        return loss
+        total = latent + PICTURE_WEIGHT * ramp * picture + MOUTH_WEIGHT * mouth + READ_WEIGHT * read
+        return Losses(total, latent, context.mean(), denoised.mean(), picture, mouth, read)
 
-    def _mouths(self, batch: Batch) -> Tensor:
-        """(B, K x frames, 5): the true mouth controls."""
-        per_chunk = self._model.frames_per_chunk
-        frames = torch.arange(per_chunk, device=self._device)
-        at = (batch.at[..., None] * per_chunk + frames).flatten(1)
-        return self._pool.clips.controls[batch.rows[:, None], at][..., NUM_CONTROLS:]
-
-    def update(self, loss: Tensor, rate: float, pace: float) -> None:
+    def update(self, rate: float, pace: float) -> None:
         """pace: 0 to 1, the share of the peak rates; rate: the transformer's peak."""
-        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.dit.parameters(), 1.0)
         nn.utils.clip_grad_norm_(self.painter.decoder.parameters(), 1.0)
         self._optimizer.step(rate * pace)
@@ -605,17 +608,18 @@ def train_dit(
             say(f"dit compiled in {elapsed:.1f} s")
             started, total = time.monotonic(), seconds_left()
         rolling = elapsed > TEACHER_SHARE * total
-        if rolling and step % 40 == 0:
-            training.context.refresh(passes=(len(model.noise_levels), 2)[step // 40 % 2])
-        drawn = training.draw(rolling=rolling)
-        losses = training.losses(drawn)
+        if rolling and step % REFRESH_STEPS == 0:
+            which = step // REFRESH_STEPS % 2
+            training.context.refresh(passes=(len(model.noise_levels), 2)[which])
+        losses = training.losses(training.draw(rolling=rolling), step)
         fall = 0.5 + 0.5 * math.cos(math.pi * min(1.0, elapsed / total))
         pace = min(1.0, (step + 1) / 150) * max(0.02, fall)
-        training.update(losses.total(step), rate, pace)
+        training.update(rate, pace)
         step += 1
         profiler.tick("transformer", step)
         if step % 200 == 0 or step in (1, 20, 60):
-            log.append({"step": step, "seconds": elapsed, **losses.figures(drawn.truth)})
+            figures = {name: loss.item() for name, loss in losses._asdict().items()}
+            log.append({"step": step, "seconds": elapsed, **figures})
             say("dit " + " ".join(f"{k} {v:.4g}" for k, v in log[-1].items()))
     training.finish()
     record = {
