@@ -51,7 +51,8 @@ def store_as(x: Tensor, scale: Tensor, out: Tensor, saturated: Tensor) -> None:
 
 # Triton 3.6's interpreter loses a rounding that carries into the exponent (127.9 becomes 64), so
 # there the value is rounded to the grid before it is converted. Compiled code needs no help.
-_ROUND_FIRST: Any = tl.constexpr(INTERPRETED) if INSTALLED else None
+_INTERPRETED: Any = tl.constexpr(INTERPRETED) if INSTALLED else None
+_num_threads: Any = tl.extra.cuda.num_threads if INSTALLED else None
 _MAX: Any = tl.constexpr(E4M3_MAX) if INSTALLED else None
 
 
@@ -59,19 +60,66 @@ _MAX: Any = tl.constexpr(E4M3_MAX) if INSTALLED else None
 def store_block(x, scale, pointers, valid, saturated, FP8: tl.constexpr):
     """Stores a float32 block: as FP8 over `scale`, counting what is clamped, or as it is."""
     if FP8:
-        x = x * (1.0 / scale)
-        beyond = tl.where(valid & (tl.abs(x) > _MAX), 1, 0)
-        count = tl.sum(tl.ravel(beyond))
-        tl.atomic_add(saturated, count, mask=count > 0)
+        x = tl.where(valid, x * (1.0 / scale), 0.0)
+        _count_beyond(x, saturated)
         tl.store(pointers, as_e4m3(tl.minimum(tl.maximum(x, -_MAX), _MAX)), mask=valid)
     else:
         tl.store(pointers, x.to(pointers.dtype.element_ty), mask=valid)
 
 
 @jit
+def _count_beyond(x, saturated):
+    """Adds to `saturated` how many of x lie beyond +-448.
+
+    Each thread looks at four values and jumps over the rest unless one is beyond. A sum over the
+    block, which waits for all its warps, took 3.6 of 15.8 us of `residual_norm`, 1.3 of 9.6 of
+    `gelu_quant` and 2.4 of 7.1 of `ring_store` on an H200; this takes 0.5 of each. Where threads
+    hold fewer than four they may hold the same ones, and the interpreter knows no assembly.
+    """
+    if _INTERPRETED or x.numel < 4 * _num_threads():
+        _add_sum(x, saturated)
+    else:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .f32 a0, a1, a2, a3, largest, other;
+                .reg .pred beyond;
+                .reg .u32 one, count;
+                abs.f32 a0, $4; abs.f32 a1, $5; abs.f32 a2, $6; abs.f32 a3, $7;
+                max.f32 largest, a0, a1; max.f32 other, a2, a3;
+                max.f32 largest, largest, other;
+                setp.gt.f32 beyond, largest, 0f43E00000;
+                mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0;
+                @!beyond bra DONE;
+                setp.gt.f32 beyond, a0, 0f43E00000; selp.u32 count, 1, 0, beyond;
+                setp.gt.f32 beyond, a1, 0f43E00000; selp.u32 one, 1, 0, beyond;
+                add.u32 count, count, one;
+                setp.gt.f32 beyond, a2, 0f43E00000; selp.u32 one, 1, 0, beyond;
+                add.u32 count, count, one;
+                setp.gt.f32 beyond, a3, 0f43E00000; selp.u32 one, 1, 0, beyond;
+                add.u32 count, count, one;
+                red.global.add.u32 [$8], count;
+            DONE:
+            }
+            """,
+            "=r,=r,=r,=r,f,f,f,f,l,l,l,l",
+            [x, saturated.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=4,
+        )
+
+
+@jit
+def _add_sum(x, saturated):
+    count = tl.sum(tl.ravel(tl.where(tl.abs(x) > _MAX, 1, 0)))
+    tl.atomic_add(saturated, count, mask=count > 0)
+
+
+@jit
 def as_e4m3(x):
     """A float32 block within +-448 as e4m3."""
-    if _ROUND_FIRST:
+    if _INTERPRETED:
         x = _round_to_e4m3(x)
     return x.to(tl.float8e4nv)
 

@@ -132,6 +132,27 @@ def test_a_kernel_is_its_reference(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a.float(), b.float(), rtol=step, atol=2e-3)
 
 
+@pytest.mark.parametrize("dim", [9216, 5120, 1536, 1024, 192, 48])
+def test_every_clamped_value_is_counted_once(dim: int) -> None:
+    """At all widths: threads hold the same values of a block that has fewer than there are."""
+    rows = 10 * random(TOKENS, dim)
+    gate, shift = torch.ones(dim, device="cuda"), torch.zeros(dim, device="cuda")
+    counted = []
+    for op in (norm.residual_norm, norm.residual_norm_reference):
+        out, saturated = empty(TOKENS, dim, dtype=E4M3), counter()
+        op(rows.clone(), None, None, gate, shift, 1e-6, scale(1) / 10, out, saturated)
+        counted.append(int(saturated))
+    for op in (gelu_quant.gelu_quant, gelu_quant.gelu_quant_reference):
+        out, saturated = empty(TOKENS, dim, dtype=E4M3), counter()
+        op(rows[:, : dim // 4], rows[:, dim // 4 :], scale(1), out, saturated)
+        counted.append(int(saturated))
+    normed, normed_expected, activated, activated_expected = counted
+    # A value on the edge may fall to either side.
+    assert abs(normed - normed_expected) <= 2 + 0.002 * normed_expected
+    assert abs(activated - activated_expected) <= 2 + 0.002 * activated_expected
+    assert normed_expected > 100 and activated_expected > 100
+
+
 def test_what_only_moves_is_exact_and_nothing_else_is_touched() -> None:
     inputs = store_inputs(torch.bfloat16)
     store.ring_store(*inputs)
