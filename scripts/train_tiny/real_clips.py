@@ -32,7 +32,8 @@ _EYE_SIDE: Final = 0.42
 _HEAD: Final = (0.154, 0.193)
 """Half width and height of a rendered character's head of scale 1; of the picture's width."""
 _STILL_SHARE: Final = 1 / 6
-_PHOTOGRAPH_SHARE: Final = 0.5
+_FACES_WEIGHT: Final = 4.0
+"""A picture with a face is drawn so many times as often; photographs as often as drawings."""
 
 
 Face = tuple[float, float, float, float]
@@ -93,8 +94,12 @@ class RealPictures:
         sizes = [[image.shape[1], image.shape[0]] for image in images]
         self._sizes = torch.tensor(sizes, dtype=torch.float32, device=device)
         self._faces = torch.from_numpy(pictures.faces).to(device) * self._sizes[:, :1]
-        self._photographs, drawings, self.held_out = pictures.counts.tolist()
-        self._training = self._photographs + drawings
+        photographs, drawings, self.held_out = pictures.counts.tolist()
+        self._training = photographs + drawings
+        shares = torch.where(self._faces[: self._training, 3] > 0, _FACES_WEIGHT, 1.0)
+        for kind in shares.split([photographs, drawings]):
+            kind /= 2 * kind.sum()
+        self._up_to = shares.cumsum(0)
         self._size = (model.height, model.width)
         self._moved = Replayed(moved)
 
@@ -107,12 +112,7 @@ class RealPictures:
         def chance() -> Tensor:
             return torch.rand(count, generator=generator, device=device)
 
-        photographs, others = self._photographs, self._training - self._photographs
-        which = torch.where(
-            chance() < _PHOTOGRAPH_SHARE,
-            (chance() * photographs).long(),
-            photographs + (chance() * others).long(),
-        )
+        which = torch.searchsorted(self._up_to, chance()).clamp(max=self._training - 1)
         reference, face = self._crop(which, generator)
         reference = jittered(reference, generator)
         strength = torch.where(chance() < _STILL_SHARE, 0.05, 0.6 + 0.6 * chance())
@@ -132,8 +132,8 @@ class RealPictures:
     def _clips(
         self, reference: Tensor, face: Tensor, change: Tensor, generator: torch.Generator
     ) -> RealClips:
-        dark = torch.rand(len(reference), 3, generator=generator, device=reference.device)
-        inside = dark * dark.new_tensor([0.4, 0.15, 0.15])
+        inside = 0.15 * torch.rand(len(reference), 3, generator=generator, device=reference.device)
+        inside[:, 0] *= 2.5
         made = self._moved(reference, face, change, inside)
         return RealClips(made[:, :, :3], reference, made[:, :, 3:])
 

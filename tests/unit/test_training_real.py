@@ -77,7 +77,8 @@ def test_clips_look_like_pictures_and_move_smoothly(pictures: RealPictures) -> N
     controls = 0.5 + 0.5 * torch.sin(6.28 * time + phase)
     frames, reference, weights = pictures.sample(controls, torch.zeros(24, NUM_CONTROLS), generator)
     assert frames.shape == (24, 8, 3, 64, 96) and reference.shape == (24, 3, 64, 96)
-    assert weights.shape == (24, 8, 1, 64, 96) and set(weights.unique().tolist()) == {1.0, 9.0}
+    assert weights.shape == (24, 8, 1, 64, 96)
+    assert ((weights == 1) | (weights == 9)).all() and (weights == 9).any()
     assert frames.min() >= 0 and frames.max() <= 1
     from_reference = (frames - reference[:, None]).abs().mean((1, 2, 3, 4))
     assert frames.diff(dim=1).abs().mean((2, 3, 4)).max() < 0.05
