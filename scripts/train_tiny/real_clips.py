@@ -97,7 +97,7 @@ class RealPictures:
         photographs, drawings, self.held_out = pictures.counts.tolist()
         self._training = photographs + drawings
         shares = torch.where(self._faces[: self._training, 3] > 0, _FACES_WEIGHT, 1.0)
-        for kind in shares.split([photographs, drawings]):
+        for kind in (shares[:photographs], shares[photographs:]):
             kind /= 2 * kind.sum()
         self._up_to = shares.cumsum(0)
         self._size = (model.height, model.width)
@@ -163,8 +163,10 @@ class RealPictures:
         x = (torch.arange(2 * width, device=device) + 0.5) / 2
         y = (torch.arange(2 * height, device=device) + 0.5) / 2
         x = torch.where(flipped[:, None], width - x, x)
-        across = (left[:, None] + x * step[:, None]) / self._filled.shape[-1] * 2 - 1
-        down = (top[:, None] + y * step[:, None]) / self._filled.shape[-2] * 2 - 1
+        across = (left[:, None] + x * step[:, None]).minimum(sizes[:, :1] - 0.5)
+        down = (top[:, None] + y * step[:, None]).minimum(sizes[:, 1:] - 0.5)
+        across = across / self._filled.shape[-1] * 2 - 1
+        down = down / self._filled.shape[-2] * 2 - 1
         shape = (count, 2 * height, 2 * width)
         place = torch.stack([across[:, None].expand(shape), down[:, :, None].expand(shape)], dim=-1)
         fine = functional.grid_sample(self._filled[which].float() / 255, place, align_corners=False)

@@ -131,7 +131,7 @@ def train_autoencoder(
             seconds, started = seconds - elapsed, time.monotonic()
         clips = source.sample(batch, frames, generator)
         with torch.no_grad():
-            truth, reference, weights = _shown(clips, renderer, real, generator)
+            truth, reference, weights = show(clips, renderer, real, generator)
         with mixed_precision(device):
             loss = loss_of(truth, reference, weights)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def train_autoencoder(
     return network, reader, {"log": log, "steps": step, "score": report}
 
 
-def _shown(
+def show(
     clips: Clips, renderer: Renderer, real: RealPictures | None, generator: torch.Generator
 ) -> RealClips:
     """The clips rendered, but for the last, which move real pictures."""

@@ -14,8 +14,11 @@ from torch import Tensor
 from characters_serve.config import ModelConfig
 from scripts.measurements import odd_pictures
 from scripts.train_tiny.attributes import CONTROL_NAMES, NUM_CONTROLS
+from scripts.train_tiny.data import Clips
 from scripts.train_tiny.real_clips import RealPictures, moved
 from scripts.train_tiny.real_pictures import NO_FACE, PHOTOGRAPHS, alike, pack
+from scripts.train_tiny.renderer import HEIGHT, WIDTH, Renderer, sample_characters
+from scripts.train_tiny.train_autoencoder import show
 
 MODEL = ModelConfig(width=96, height=64)
 FACE = torch.tensor([[48.0, 30.0, 15.0, 19.0, 0.0]])
@@ -33,7 +36,7 @@ def pixels(picture: Image.Image) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> RealPictures:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     face = (0.5, 0.4, 0.6, 0.1)
     groups = [
@@ -42,6 +45,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> RealPictures:
         [(noise(96, 64, 4), NO_FACE)],
     ]
     np.savez(folder / "real.npz", **pack(groups)._asdict())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(folder: Path) -> RealPictures:
     return RealPictures(folder, MODEL, torch.device("cpu"), per_batch=2)
 
 
@@ -84,6 +92,27 @@ def test_clips_look_like_pictures_and_move_smoothly(pictures: RealPictures) -> N
     assert frames.diff(dim=1).abs().mean((2, 3, 4)).max() < 0.05
     assert from_reference.median() > 0.01
     assert from_reference.min() < 0.2 * from_reference.median(), "some are nearly still"
+
+
+class Darkness(Renderer):
+    def __call__(self, attributes: Tensor, controls: Tensor) -> Tensor:
+        return torch.zeros(len(attributes), 3, HEIGHT, WIDTH)
+
+
+def test_the_last_clips_of_a_batch_are_of_real_pictures(folder: Path) -> None:
+    pictures = RealPictures(folder, ModelConfig(), torch.device("cpu"), per_batch=2)
+    generator = torch.Generator().manual_seed(2)
+    clips = Clips(
+        sample_characters(3, generator, "cpu"),
+        torch.rand(3, 4, NUM_CONTROLS, generator=generator),
+        torch.zeros(3, 1, 28, 40),
+        torch.zeros(3, NUM_CONTROLS),
+    )
+    frames, reference, weights = show(clips, Darkness("cpu"), pictures, generator)
+    assert frames.shape == (3, 4, 3, HEIGHT, WIDTH)
+    assert weights.shape == (3, 4, 1, HEIGHT, WIDTH)
+    assert [bool(clip.any()) for clip in frames] == [False, True, True]
+    assert [bool(picture.any()) for picture in reference] == [False, True, True]
 
 
 def test_the_same_seed_makes_the_same_clips(pictures: RealPictures) -> None:
