@@ -83,7 +83,7 @@ PHOTOGRAPHS: Final[dict[str, dict[str, Face]]] = {
 FILM_FRAMES: Final = 3
 
 DRAWN: Final[dict[str, Face]] = {
-    "adventurer": (0.41, 0.53, 0.70, 0.11),
+    "adventurer": (0.42, 0.53, 0.75, 0.12),
     "adventurer-neutral": (0.48, 0.44, 0.73, 0.20),
     "avataaars": (0.50, 0.40, 0.55, 0.10),
     "avataaars-neutral": (0.50, 0.38, 0.77, 0.23),
