@@ -26,15 +26,16 @@ from characters_serve.config import ModelConfig
 from scripts.train_tiny.attributes import CONTROL_NAMES
 from scripts.train_tiny.replayed import Replayed
 
-_EYES, _MOUTH = -0.12, 0.50
-"""Heights in the face, whose ellipse is the unit circle; eyes lie 0.42 beside the middle."""
+_EYES: Final = -0.12
+_MOUTH: Final = 0.50
 _EYE_SIDE: Final = 0.42
+"""Heights of eyes and mouth, and how far beside the middle eyes are, in a face whose ellipse is the
+unit circle."""
 _HEAD: Final = (0.154, 0.193)
 """Half width and height of a rendered character's head of scale 1; of the picture's width."""
 _STILL_SHARE: Final = 1 / 6
 _FACES_WEIGHT: Final = 4.0
 """A picture with a face is drawn so many times as often; photographs as often as drawings."""
-
 
 Face = tuple[float, float, float, float]
 """Middle of the eyes (x, y), y of the mouth, half the distance between the eyes; all in shares of

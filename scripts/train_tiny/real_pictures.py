@@ -218,8 +218,8 @@ def drawings(behind: list[Image.Image], seed: int) -> Iterator[tuple[Image.Image
             yield canvas, placed if gap else NO_FACE
 
 
-def held_out() -> Iterator[tuple[Image.Image, Face]]:
-    for _, picture in odd_pictures():
+def held_out(judged: list[Image.Image]) -> Iterator[tuple[Image.Image, Face]]:
+    for picture in judged:
         rows = (as_uploaded(picture, ModelConfig()) * 255).round().byte()
         yield Image.fromarray(rows.permute(1, 2, 0).numpy()), NO_FACE
 
@@ -237,10 +237,11 @@ def main() -> None:
     options = parser.parse_args()
     taken = list(photographs())
     behind = [picture for picture, _ in taken]
-    groups = [taken, list(drawings(behind, options.seed)), list(held_out())]
-    for judged, _ in groups[2]:
-        if any(alike(judged, picture) for group in groups[:2] for picture, _ in group):
-            raise SystemExit("a picture to train on is one of those held out")
+    drawn = list(drawings(behind, options.seed))
+    judged = [picture for _, picture in odd_pictures()]
+    if any(alike(picture, held) for picture, _ in taken + drawn for held in judged):
+        raise SystemExit("a picture to train on is one of those held out")
+    groups = [taken, drawn, list(held_out(judged))]
     pictures = pack(groups)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez(options.out, **pictures._asdict())
