@@ -3,6 +3,7 @@
     python -m scripts.train_tiny.speech --minutes 100 --out scripts/train_tiny/data/speech.npz
     python -m scripts.train_tiny.idle_tracks --out scripts/train_tiny/data/idle.npz
     python -m scripts.train_tiny.fused_renderer --out scripts/train_tiny/data/renderer.cubin
+    python -m scripts.train_tiny.real_pictures --out scripts/train_tiny/data/real.npz
     python -m scripts.train_tiny.train --run scripts/train_tiny/runs/1 --seconds 1400
 
 Stages: autoencoder, transformer (teacher forcing, then self-rollout), export, scores on held-out
@@ -25,6 +26,7 @@ from characters_serve.model.weights import BUILTIN, load_generator, save_network
 from scripts.train_tiny.data import ClipSource
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.quality import CHECKPOINT, Judges, converse, judge, make_renderer
+from scripts.train_tiny.real_clips import RealPictures
 from scripts.train_tiny.renderer import sample_characters
 from scripts.train_tiny.train_autoencoder import (
     load_autoencoder,
@@ -43,6 +45,12 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=1400, help="for everything")
     parser.add_argument("--autoencoder-batch", type=int, default=24)
+    parser.add_argument(
+        "--real-clips",
+        type=int,
+        default=4,
+        help="of the autoencoder's batch; 0: rendered ones only",
+    )
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--decoded", type=int, default=12, help="clips a step that are decoded")
     parser.add_argument("--pool", type=int, default=6144, help="clips the transformer trains on")
@@ -78,6 +86,9 @@ def main() -> None:
     model = ModelConfig()
     source = ClipSource(options.data, model, device)
     renderer = make_renderer(device, options.data)
+    real = None
+    if options.real_clips:
+        real = RealPictures(options.data, model, device, options.real_clips)
     record: dict[str, Any] = {}
 
     def keep(key: str, value: Any) -> None:
@@ -99,6 +110,7 @@ def main() -> None:
             options.run,
             start=autoencoder,
             profiler=profiler,
+            real=real,
             seconds=left_s() * options.autoencoder_share,
             batch=options.autoencoder_batch,
             rate=options.rate,
@@ -115,6 +127,7 @@ def main() -> None:
         renderer,
         start=dit,
         profiler=profiler,
+        real=real,
         seconds_left=left_s,
         pool_size=options.pool,
         pool_chunks=20 if cuda else 6,

@@ -1,4 +1,5 @@
-"""Stage 1: the chunk encoder and the reference-warping decoder, on rendered characters.
+"""Stage 1: the chunk encoder and the reference-warping decoder, on rendered characters and, for
+the textures of what people upload, on moved real pictures.
 
 In: clips on demand. Out: RUN/encoder.pt, RUN/decoder.pt, RUN/mouth_reader.pt, curves and pictures.
 """
@@ -29,6 +30,7 @@ from scripts.train_tiny.networks import (
 )
 from scripts.train_tiny.pictures import save_sheet
 from scripts.train_tiny.profiler import StepProfiler
+from scripts.train_tiny.real_clips import RealClips, RealPictures
 from scripts.train_tiny.renderer import Renderer, mouth_box, region_masks
 
 LATENT_NOISE = 0.1
@@ -100,12 +102,16 @@ def train_autoencoder(
     *,
     start: Autoencoder | None,
     profiler: StepProfiler,
+    real: RealPictures | None,
     seconds: float,
     batch: int,
     rate: float,
     seed: int,
 ) -> tuple[Autoencoder, MouthReader, dict[str, Any]]:
-    """Returns averaged weights, the yardstick, and the record of the run."""
+    """The last clips of each batch are of real pictures, where there are.
+
+    Returns averaged weights, the yardstick, and the record of the run.
+    """
     device = source.device
     generator = _generator(source, seed)
     torch.manual_seed(seed)
@@ -125,8 +131,7 @@ def train_autoencoder(
             seconds, started = seconds - elapsed, time.monotonic()
         clips = source.sample(batch, frames, generator)
         with torch.no_grad():
-            truth, reference = render_with_references(renderer, clips)
-            weights = region_weights(clips)
+            truth, reference, weights = show(clips, renderer, real, generator)
         with mixed_precision(device):
             loss = loss_of(truth, reference, weights)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -143,9 +148,22 @@ def train_autoencoder(
     average.copy_to(network)
     network.eval().requires_grad_(False)
     reader = train_mouth_reader(source, renderer, seed)
-    report = score_autoencoder(network, reader, source, renderer, run)
+    report = score_autoencoder(network, reader, source, renderer, real, run)
     say(f"autoencoder {step} steps: {report}")
     return network, reader, {"log": log, "steps": step, "score": report}
+
+
+def show(
+    clips: Clips, renderer: Renderer, real: RealPictures | None, generator: torch.Generator
+) -> RealClips:
+    """The clips rendered, but for the last, which move real pictures."""
+    drawn = len(clips.controls) - (real.per_batch if real else 0)
+    rendered = Clips(*(field[:drawn] for field in clips))
+    made = RealClips(*render_with_references(renderer, rendered), region_weights(rendered))
+    if real is None:
+        return made
+    moved = real.sample(clips.controls[drawn:], clips.reference_controls[drawn:], generator)
+    return RealClips(*(torch.cat(pair) for pair in zip(made, moved, strict=True)))
 
 
 def train_mouth_reader(
@@ -184,6 +202,7 @@ def score_autoencoder(
     reader: MouthReader,
     source: ClipSource,
     renderer: Renderer,
+    real: RealPictures | None,
     run: Path,
     count: int = 16,
     frames: int = 96,
@@ -209,7 +228,38 @@ def score_autoencoder(
     save_sheet(torch.stack(shown), run / "autoencoder.png", columns=8)
     score: dict[str, Any] = {k: round(sum(v) / len(v), 3) for k, v in totals.items()}
     score["mouth_correlation"] = round(correlation(torch.cat(reads), torch.cat(truths)), 3)
+    if real:
+        score |= score_real(network, source, real, run)
     return score
+
+
+@torch.no_grad()
+def score_real(
+    network: Autoencoder, source: ClipSource, real: RealPictures, run: Path
+) -> dict[str, float]:
+    """PSNR of the held-out pictures' clips in dB; `real_still_db`: if nothing moved in them."""
+    generator = _generator(source, 98)
+    frames = 6 * network.model.frames_per_chunk
+    errors, still, shown = [], [], []
+    for row in range(real.held_out if generator.device.type == "cuda" else 2):
+        told = source.sample(1, frames, generator, held_out=True)
+        truth, reference, _ = real.sample_held_out(
+            row, told.controls, told.reference_controls, generator
+        )
+        made = network.decode(network.encode(truth, reference), reference).clamp(0, 1)
+        errors.append(float(decibels((made - truth).square().mean())))
+        still.append(float(decibels((reference[:, None] - truth).square().mean())))
+        shown += [reference[0], *truth[0, ::8], reference[0], *made[0, ::8]]
+    save_sheet(torch.stack(shown), run / "autoencoder-real.png", columns=8)
+    return {
+        "real_db": round(sum(errors) / len(errors), 3),
+        "real_still_db": round(sum(still) / len(still), 3),
+    }
+
+
+def decibels(squared_error: Tensor) -> Tensor:
+    """PSNR of pictures in [0, 1]."""
+    return -10 * torch.log10(squared_error.clamp(min=1e-9))
 
 
 def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
@@ -219,18 +269,17 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
     mouth, eyes = region_masks(attributes, clips.controls.flatten(0, 1))
     squared = (made - truth).square().mean(2, keepdim=True).flatten(0, 1)
 
-    def decibels(mask: Tensor | None) -> float:
-        error = squared.mean() if mask is None else (squared * mask).sum() / mask.sum().clamp(min=1)
-        return float(-10 * torch.log10(error.clamp(min=1e-9)))
+    def within(mask: Tensor) -> float:
+        return float(decibels((squared * mask).sum() / mask.sum().clamp(min=1)))
 
     change = (truth.diff(dim=1)).abs().mean(2, keepdim=True)
     wrong = (made.diff(dim=1) - truth.diff(dim=1)).abs().mean(2, keepdim=True)
     inside = torch.unflatten(mouth, 0, truth.shape[:2])[:, 1:]
     area = inside.sum().clamp(min=1)
     return {
-        "whole_db": decibels(None),
-        "mouth_db": decibels(mouth),
-        "eyes_db": decibels(eyes),
+        "whole_db": float(decibels(squared.mean())),
+        "mouth_db": within(mouth),
+        "eyes_db": within(eyes),
         "mouth_change_error": float((wrong * inside).sum() / area * 255),
         "mouth_change": float((change * inside).sum() / area * 255),
     }

@@ -6,7 +6,8 @@ context, then with context from its own rollouts, served by the server's own Den
 what keeps it from drifting). Rendered truth is known for any controls and speech, so both parts
 regress it; every denoised latent is read for the mouth's shape, a share of each step's chunks is
 decoded, and the picture's loss trains transformer and decoder together, which the latent loss alone
-leaves soft around the eyes.
+leaves soft around the eyes. Beside them the decoder is shown true latents of real pictures, so that
+it does not forget their textures.
 
 Letters: B clips, K chunks, S tokens of a chunk, V video tokens, C channels, H heads, D dims.
 """
@@ -38,6 +39,7 @@ from scripts.train_tiny.data import (
 )
 from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation, mixed_precision
 from scripts.train_tiny.profiler import StepProfiler
+from scripts.train_tiny.real_clips import RealClips, RealPictures
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.replayed import ReplayedGradients
 from scripts.train_tiny.train_autoencoder import (
@@ -62,6 +64,8 @@ ADAM_ONLY = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place
 AUDIO_SHARE = 0.02
 """Of the stage's seconds: for the audio encoder alone."""
 LATENT_READER_STEPS = 1500
+REAL_CLIPS = 2
+"""Beside the clips that each step decodes."""
 
 
 class Pool(NamedTuple):
@@ -369,8 +373,9 @@ class Batch(NamedTuple):
     """What one step trains on: K chunks of B clips, as TrainingPass takes them, and their truth.
 
     truth: (B, K, V, C). told: (B, K, frames, 12), the true controls. Of D of the clips the chunks
-    `pair` (2,) are decoded: before (D, V, C), the true latent before them; shown and its weights
-    (D, T, 3 and 1, H, W).
+    `pair` (2,) are decoded, and R clips of real pictures beside them, from their latents
+    real (R, 2, V, C) and their references real_images (R, 3, H, W): before (D + R, V, C), the true
+    latent before them; shown and its weights (D + R, T, 3 and 1, H, W).
     """
 
     images: Tensor
@@ -382,6 +387,8 @@ class Batch(NamedTuple):
     truth: Tensor
     told: Tensor
     pair: Tensor
+    real: Tensor
+    real_images: Tensor
     before: Tensor
     shown: Tensor
     weights: Tensor
@@ -421,6 +428,7 @@ class JointTraining:
         latent_reader: LatentReader,
         pool: Pool,
         renderer: Renderer,
+        real: RealPictures | None,
         generator: torch.Generator,
         *,
         batch: int,
@@ -437,6 +445,7 @@ class JointTraining:
         self._model, self._device = dit.config, generator.device
         self._frames = dit.config.frames_per_chunk
         self._pool, self._renderer, self._generator = pool, renderer, generator
+        self._real, self._encode = real, autoencoder.encode
         self._batch, self._chunks, self._decoded = batch, chunks, decoded
         self._probe, self._latent_reader = probe, latent_reader
         self._pass = TrainingPass(dit, compiled=compiled)
@@ -478,6 +487,10 @@ class JointTraining:
         before = truth[decoded, second - 2] if second > 1 else torch.zeros_like(truth[decoded, 0])
         of = Clips(*(field[rows[decoded]] for field in pool.clips))
         of = of._replace(controls=told[decoded, second - 1 : second + 1].flatten(1, 2))
+        shown, weights = render_clips(self._renderer, of), region_weights(of)
+        moved, real = RealClips(shown[:0], images[:0], weights[:0]), truth[:0, :2]
+        if self._real is not None:
+            moved, real = self._real_clips(self._real, of)
         return Batch(
             images=images,
             noisy=noisy,
@@ -488,10 +501,21 @@ class JointTraining:
             truth=truth,
             told=told,
             pair=torch.tensor([second - 1, second], device=self._device),
-            before=before,
-            shown=render_clips(self._renderer, of),
-            weights=region_weights(of),
+            real=real,
+            real_images=moved.reference,
+            before=torch.cat([before, torch.zeros_like(real[:, 0])]),
+            shown=torch.cat([shown, moved.frames]),
+            weights=torch.cat([weights, moved.weights]),
         )
+
+    @torch.no_grad()
+    def _real_clips(self, real: RealPictures, rendered: Clips) -> tuple[RealClips, Tensor]:
+        """Real pictures moved as the first of these clips are, and their latents (R, 2, V, C)."""
+        few = slice(0, REAL_CLIPS)
+        controls, at_rest = rendered.controls[few], rendered.reference_controls[few]
+        clips = real.sample(controls, at_rest, self._generator)
+        with mixed_precision(self._device):
+            return clips, self._encode(clips.frames, clips.reference)
 
     def _integers(self, high: int) -> Tensor:
         size = (self._batch,)
@@ -519,8 +543,8 @@ class JointTraining:
         with mixed_precision(self._device):
             picture = self._painted_loss(
                 self.painter,
-                made[: self._decoded].index_select(1, batch.pair),
-                batch.images[: self._decoded],
+                torch.cat([made[: self._decoded].index_select(1, batch.pair), batch.real]),
+                torch.cat([batch.images[: self._decoded], batch.real_images]),
                 batch.before,
                 batch.shown,
                 batch.weights,
@@ -557,6 +581,7 @@ def train_dit(
     *,
     start: CharacterDiT | None,
     profiler: StepProfiler,
+    real: RealPictures | None,
     seconds_left: Callable[[], float],
     pool_size: int,
     pool_chunks: int,
@@ -593,6 +618,7 @@ def train_dit(
         latent_reader,
         pool,
         renderer,
+        real,
         generator,
         batch=batch,
         chunks=chunks,
