@@ -155,24 +155,45 @@ def log_mel_for(model: ModelConfig) -> LogMel:
     )
 
 
+class DilatedBlock(nn.Module):
+    """Two convolutions over time around a skip. (B, C, T) -> same; it starts as the identity."""
+
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(1, channels)
+        self.conv_in = nn.Conv1d(channels, channels, 3, padding=dilation, dilation=dilation)
+        self.conv_out = nn.Conv1d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv_out.weight)
+        nn.init.zeros_(self.conv_out.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.conv_in(nn.functional.silu(self.norm(x)))
+        out: Tensor = x + self.conv_out(nn.functional.silu(inner))
+        return out
+
+
 class AudioEncoder(nn.Module):
     """A chunk's mel window as one bias vector and `audio_tokens` tokens.
 
-    (B, mel frames, mels) -> (B, 1 + audio_tokens, dim); the first row is the bias.
+    (B, mel frames, mels) -> (B, 1 + audio_tokens, dim); the first row is the bias. Every second
+    mel frame is kept; the blocks bring past and future to the chunk's own, which alone are mixed.
     """
 
     def __init__(self, model: ModelConfig, channels: int = 128, hidden: int = 384) -> None:
         super().__init__()
-        frames = log_mel_for(model).num_frames
+        first = model.audio.past_frames // 2
+        own = (model.frames_per_chunk * model.mels_per_frame + 1) // 2
         self.dim = model.dim
+        self.own = slice(first, first + own)
         self.conv_in = nn.Conv1d(model.audio.num_mels, channels, 3, padding=1)
         self.conv_out = nn.Conv1d(channels, channels, 3, stride=2, padding=1)
-        self.mix = nn.Linear(channels * ((frames + 1) // 2), hidden)
+        self.blocks = nn.Sequential(*(DilatedBlock(channels, dilation) for dilation in (1, 2, 4)))
+        self.mix = nn.Linear(channels * own, hidden)
         self.out = nn.Linear(hidden, (1 + model.audio_tokens) * model.dim)
 
     def forward(self, mel: Tensor) -> Tensor:
         x = nn.functional.silu(self.conv_in(mel.transpose(-1, -2)))
-        x = nn.functional.silu(self.conv_out(x))
-        x = nn.functional.silu(self.mix(x.flatten(-2)))
+        x = self.blocks(self.conv_out(x))[..., self.own]
+        x = nn.functional.silu(self.mix(nn.functional.silu(x).flatten(-2)))
         rows: Tensor = self.out(x).unflatten(-1, (-1, self.dim))
         return rows

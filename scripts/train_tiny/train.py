@@ -34,7 +34,7 @@ from scripts.train_tiny.train_autoencoder import (
     say,
     train_autoencoder,
 )
-from scripts.train_tiny.train_dit import train_dit
+from scripts.train_tiny.train_dit import load_with_new_audio_encoder, train_dit
 
 EXPORT_AND_SCORE_S = 30.0
 
@@ -68,6 +68,11 @@ def main() -> None:
         const=CHECKPOINT,
         help="from a run's folder; without one, from checkpoint/ and the weights in the package",
     )
+    parser.add_argument(
+        "--new-audio-encoder",
+        action="store_true",
+        help="where --resume finds one of another shape: begin it afresh and keep all the rest",
+    )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     options = parser.parse_args()
     started = time.monotonic()
@@ -100,8 +105,11 @@ def main() -> None:
     if options.resume:
         weights = BUILTIN if options.resume == CHECKPOINT else options.resume
         autoencoder, reader = load_autoencoder(model, options.resume, weights, device)
-        begun = model.model_copy(update={"weights": str(weights)})
-        dit = load_generator(begun, device=device, dtype=torch.float32)
+        if options.new_audio_encoder:
+            dit = load_with_new_audio_encoder(model, weights, device)
+        else:
+            begun = model.model_copy(update={"weights": str(weights)})
+            dit = load_generator(begun, device=device, dtype=torch.float32)
     if autoencoder is None or reader is None or options.autoencoder_share:
         autoencoder, reader, log = train_autoencoder(
             model,

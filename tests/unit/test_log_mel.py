@@ -1,11 +1,12 @@
-"""Timing and values of the log-mel front end."""
+"""Timing and values of the log-mel front end, and what the audio encoder hears of it."""
 
 import math
 
 import pytest
 import torch
 
-from characters_serve.model.audio import LogMel, mel_filterbank
+from characters_serve.config import ModelConfig
+from characters_serve.model.audio import AudioEncoder, LogMel, mel_filterbank
 
 
 def test_sizes() -> None:
@@ -47,3 +48,17 @@ def test_silence_is_the_floor_and_a_tone_peaks_in_its_band() -> None:
     filters = mel_filterbank(48, 1024, 24000, 60.0, 7600.0)
     expected = int(filters[:, round(1000 / 24000 * 1024)].argmax())
     assert abs(int(tone[10].argmax()) - expected) <= 1
+
+
+def test_the_encoder_hears_every_frame_of_a_window() -> None:
+    torch.manual_seed(0)
+    encoder = AudioEncoder(ModelConfig())
+    for parameter in encoder.parameters():
+        if not parameter.any():
+            parameter.data.normal_(std=0.05)
+    mel = torch.randn(2, LogMel().num_frames, 48, requires_grad=True)
+    rows = encoder(mel)
+    assert rows.shape == (2, 5, 192)
+    (heard,) = torch.autograd.grad(rows[0].square().sum(), mel)
+    assert bool((heard[0].abs().sum(dim=-1) > 0).all())
+    assert not heard[1].any()  # another session's speech

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.config import AudioConfig, ModelConfig, Optimizations
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import make_cache
+from characters_serve.model.weights import save_network
 from scripts.train_tiny.networks import ChunkEncoder
-from scripts.train_tiny.train_dit import TrainingPass
+from scripts.train_tiny.train_dit import TrainingPass, load_with_new_audio_encoder
 
 CHUNKS = 8
 
@@ -65,3 +68,18 @@ def test_a_latent_says_nothing_of_who_sits_still_and_moving_ones_have_unit_mean_
     for _ in range(300):  # its running scale settles
         encoder.scale(latent * 3)
     assert float(encoder.eval().scale(latent * 3).square().mean()) == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_run_goes_on_with_a_new_audio_encoder_and_everything_else_as_it_was(
+    tmp_path: Path,
+) -> None:
+    small = ModelConfig(dim=64, num_blocks=1, num_heads=1, mlp_dim=128)
+    trained = CharacterDiT(small.model_copy(update={"audio": AudioConfig(num_mels=40)}))
+    save_network(trained, tmp_path, "dit")
+    loaded = load_with_new_audio_encoder(small, tmp_path, torch.device("cpu")).state_dict()
+    for key, value in trained.state_dict().items():
+        if not key.startswith("audio_encoder."):
+            assert torch.equal(loaded[key], value.half().float()), key
+    with pytest.raises(RuntimeError, match="latent_in"):
+        wider = small.model_copy(update={"latent_channels": 32})
+        load_with_new_audio_encoder(wider, tmp_path, torch.device("cpu"))
