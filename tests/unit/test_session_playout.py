@@ -314,15 +314,14 @@ def test_silence_before_words_that_have_come_plays_in_half_its_time(silent: int)
 
 
 def test_what_is_no_silence_plays_as_it_came() -> None:
-    rig = Rig(4)
-    rig.give(chunk(0, level=0))
-    rig.give(chunk(1, utterance_id=1, last=True, level=0))  # an utterance's own pause
-    rig.give(chunk(2, level=5))  # the voice dies away
-    rig.give(chunk(3, utterance_id=2, level=3000))
+    rig = Rig(3)
+    rig.give(chunk(0, utterance_id=1, level=0))  # an utterance's own pause
+    rig.give(chunk(1, level=5))  # the voice dies away
+    rig.give(chunk(2, utterance_id=2, level=3000))
     rig.start()
-    rig.give(chunk(4, utterance_id=2, last=True, level=3000))
-    rig.run(25 * 20)
-    assert rig.pictures == [str(frame) for frame in range(20)]
+    rig.give(chunk(3, utterance_id=2, last=True, level=3000))
+    rig.run(25 * 16)
+    assert rig.pictures == [str(frame) for frame in range(16)]
 
 
 class BusyEngine:
@@ -381,8 +380,36 @@ def test_the_first_words_come_soon_and_none_is_late(raised: int) -> None:
         # Few passes until as much is in hand as speech keeps, and then all of them.
         spoken = engine.passes[before : before + 8]
         assert spoken == sorted(spoken) and spoken[0] == 2 and spoken[4:] == [4] * 4
-    assert np.mean(waits_s) < 0.25 and max(waits_s) < 0.31
+    assert np.mean(waits_s) < 0.21 and max(waits_s) < 0.27
     assert rig.playout.silent_slots == 0
+
+
+@pytest.mark.parametrize("late", [0, 48])
+def test_silence_before_words_lasts_until_they_are_due(late: int) -> None:
+    """late: by how many ticks their decoding takes longer than that of silence."""
+    rig = Rig(2)
+    playout = rig.playout
+    engine = BusyEngine(rig, pass_ticks=24, decode_ticks=72)
+    for _ in range(3000):
+        engine.tick()
+    while playout.credits() < 1:
+        rig.run(1)
+    engine.tick()
+    assert playout.credits(speech_waits=True) == 1, "words do not wait until less is in hand"
+    engine._costs = 24, 72 + late
+    lead, underruns, arrived = playout.lead, playout.underruns, rig.now
+    first, words = FRAMES * len(engine.passes), 8  # the picture that comes with them
+    while not rig.of("voiced"):
+        words = engine.tick(1, words)
+    # The step of silence before them keeps the engine busy for a while.
+    made = 72 + max(48 + 48, 72) + late
+    voiced = int(np.flatnonzero(rig.sound[arrived * 80 :])[0]) / 80
+    assert made <= voiced <= made + 50
+    shown = [frame for frame in map(int, rig.pictures[arrived // 25 :]) if frame < first]
+    assert set(np.diff(shown)) <= {0, 1, 2}, "silence plays in half its time, and no faster"
+    assert playout.underruns - underruns <= 1
+    playout.speaking = False
+    assert playout.lead <= lead, "words that are late say nothing of silence"
 
 
 def test_strays_are_refused_and_impossible_chunks_raise() -> None:
