@@ -36,7 +36,7 @@ MUTE_FADE_SAMPLES: Final = 480  # 10 ms
 RAISE_WINDOW_S: Final = 30
 LOWER_AFTER_S: Final = 60
 AUDIBLE: Final = 328  # 1 % of full scale
-# Speech is certain two VAD windows after it is likely; a browser that mutes at once has not played
+# Speech is certain 0.1 s after it is likely; a browser that mutes at once has not played
 # what was sent in the last 0.1 s.
 WAIT_S: Final = 0.25
 REPLAYED_S: Final = 0.125
