@@ -15,7 +15,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -56,6 +56,9 @@ _PARDON_SPEECH_S = 0.6
 # An answer may leave so long before the wait for more is over: its way to the user's ear takes
 # longer, and who goes on meanwhile takes it back unheard.
 _AHEAD_S = 0.2
+# So long at most an answer's second sentence waits until its first is heard: the pictures of that
+# need the cores more.
+_FIRST_WORDS_S = 0.4
 # A microphone that sends nothing for this long in the middle of a turn was muted or cut off.
 _MICROPHONE_GONE_S = 1.0
 
@@ -108,6 +111,7 @@ class Job:
     text: str
     answers: bool
     turn: TurnClock | None = None
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,8 @@ class LocalAgent:
             case "started":
                 if utterance.started_s is None:
                     utterance.started_s = self._clock_s()
+                if job := self._sounding.get(report.utterance_id):
+                    job.heard.set()
                 return
             case "finished":
                 utterance.played_ms = utterance.sent_ms
@@ -530,6 +536,8 @@ class LocalAgent:
             async for sentence in sentences:
                 if job.turn:
                     job.turn.stamp("reply", self._clock_s())
+                if len(job.utterance.sentences) == 1:
+                    await self._first_words(job)
                 pcm = await loop.run_in_executor(
                     self._speak_thread, self._models.voice.synthesize, sentence
                 )
@@ -540,6 +548,13 @@ class LocalAgent:
                 held = self._send_sentence(job, sentence, pcm)
         if held is not None:
             self._emit(replace(held, last=True))
+
+    async def _first_words(self, job: Job) -> None:
+        """Until they are heard, and not so long that the sentence after them would come late."""
+        wait_s = min(_FIRST_WORDS_S, job.utterance.sent_ms / 1000 / 2)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await job.heard.wait()
 
     def _send_sentence(self, job: Job, sentence: str, pcm: bytes) -> AgentAudio:
         """Returns the pause after it, kept back as it may become the utterance's last piece."""
