@@ -12,7 +12,7 @@ While it idles, steps are handed out as late as the engine's own latency allows,
 handed out then delays the first word of the next turn: a step that has begun cannot be taken back
 without a jump of the picture, one that has not is free to carry speech. That word's step is handed
 out at once, and the silence before it plays in half its time, but for what lasts until the word is
-due: a nod is quicker for a moment.
+due: a nod is quicker for a moment. So are lips that an interruption has silenced.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ class Playout:
         return True
 
     def interrupt(self, epoch: int, through_utterance_id: int) -> None:
-        """Silences all speech of older epochs from the next packet on; the picture goes on.
+        """Silences all speech of older epochs from the next packet on; the picture goes on, in half
+        its time, so that the mouth is at rest soon.
 
         Every utterance up to `through_utterance_id` that has not ended is reported interrupted.
         """
@@ -335,7 +336,7 @@ class Playout:
         if self._waiting_slots:
             return self._wait_on(number)
         if self._buffer:
-            if self._words_wait(number):
+            if self._hurries(number):
                 self._buffer.popleft()
             slot = self._buffer.popleft()
             if self._held_run or self._waited:
@@ -382,7 +383,7 @@ class Playout:
         tail[:] = tail * _CUT_FADE
         self._calm_since_slot = number
         if not self.in_speech:
-            if not self._words_come:
+            if not self._words_come and not self._silenced(self._last):
                 self._margin_s = min(MAX_MARGIN_S, self._margin_s + MARGIN_RISE_S)
             return
         self._recent_underruns.append(number)
@@ -421,14 +422,21 @@ class Playout:
             if slot.closes and slot.epoch >= self._epoch:
                 self._follow(slot, self._slot_samples, slot.voice[:0])
 
-    def _words_wait(self, number: int) -> bool:
-        """Whether words would come sooner if the next picture were left out."""
-        if len(self._buffer) < 2 or not self._buffer[0].is_silent:
+    def _silenced(self, slot: _Slot) -> bool:
+        return slot.utterance_id != 0 and slot.epoch < self._epoch
+
+    def _hurries(self, number: int) -> bool:
+        """Whether the next picture is left out: words come sooner then, or a mouth that was
+        silenced is at rest sooner."""
+        if len(self._buffer) < 2 or self._fading:
+            return False
+        silenced = self._silenced(self._buffer[0])
+        if not (silenced or self._buffer[0].is_silent):
             return False
         if any(slot.utterance_id and slot.epoch >= self._epoch for slot in self._buffer):
             return True
-        due = self._due_slots[0] if self._words_come and self._due_slots else math.inf
-        return number + len(self._buffer) > due
+        due = self._due_slots[0] if self._due_slots else number
+        return (silenced or self._words_come) and number + len(self._buffer) > due
 
     def _cut(self, chunk: VideoChunk, voice: Pcm) -> list[_Slot]:
         size = self._slot_samples
