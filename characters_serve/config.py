@@ -375,6 +375,7 @@ class EngineConfig(Frozen):
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
     stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
+    passes: Positive | None = Field(None, description="passes a chunk; else all noise levels")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
     idle_passes: Positive = Field(2, description="passes of a chunk in which nothing is said")
     pattern: PatternConfig = PatternConfig()
@@ -557,6 +558,11 @@ class Config(Frozen):
     fleet: FleetConfig = FleetConfig()
 
     @property
+    def passes(self) -> int:
+        """Denoising passes of a whole chunk."""
+        return self.engine.passes or len(self.model.noise_levels)
+
+    @property
     def group_shape(self) -> GroupShape:
         """The GPUs of one group, where it runs on GPUs."""
         dedicated = self.optimizations.dedicated_decoder and self.engine.kind == "diffusion"
@@ -586,8 +592,10 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Config:
-        self._check_passes("degraded_passes", self.engine.degraded_passes)
-        self._check_passes("idle_passes", self.engine.idle_passes)
+        levels, engine = len(self.model.noise_levels), self.engine
+        self._check_passes("passes", self.passes, levels)
+        self._check_passes("degraded_passes", engine.degraded_passes, self.passes)
+        self._check_passes("idle_passes", engine.idle_passes, self.passes)
         self._check_open_family()
         try:
             deal(self.model, self.engine.tensor_parallel)
@@ -596,21 +604,24 @@ class Config(Frozen):
         for flag in _CUDA_ONLY:
             if getattr(self.optimizations, flag) and self.engine.device != "cuda":
                 raise ValueError(f"optimizations.{flag} needs engine.device cuda")
+        if self.optimizations.cuda_graphs and self.passes != levels:
+            raise ValueError(
+                f"optimizations.cuda_graphs captures {levels} passes: engine.passes is not that"
+            )
         for flag in ("fused_gemm_all_reduce", "two_shot_all_reduce"):
             if getattr(self.optimizations, flag) and self.engine.dtype == "float32":
                 raise ValueError(f"optimizations.{flag} sums in bf16: engine.dtype is float32")
         return self
 
-    def _check_passes(self, field: str, fewer: int) -> None:
-        passes = len(self.model.noise_levels)
-        if self.model.cache_policy == "per_pass" and fewer != passes:
+    def _check_passes(self, field: str, passes: int, most: int) -> None:
+        if self.model.cache_policy == "per_pass" and passes != most:
             raise ValueError(
-                f"engine.{field} must be {passes} under cache_policy per_pass: each pass "
+                f"engine.{field} must be {most} under cache_policy per_pass: each pass "
                 "owns a cache that every chunk must be written to"
             )
-        if not min(2, passes) <= fewer <= passes:
+        if not min(2, most) <= passes <= most:
             raise ValueError(
-                f"engine.{field} must lie between {min(2, passes)} and {passes}: a chunk "
+                f"engine.{field} must lie between {min(2, most)} and {most}: a chunk "
                 "begins at the first noise level and is remembered at the last"
             )
 

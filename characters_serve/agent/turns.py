@@ -1,6 +1,7 @@
-"""In: one speech probability per VAD window. Out: turn events. Knows no audio, model or clock.
+"""In: one speech probability for each hop of the VAD. Out: turn events. Knows no audio, model or
+clock.
 
-Time is counted in windows of microphone audio, so a late or bursty network changes nothing.
+Time is counted in hops of microphone audio, so a late or bursty network changes nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ class TurnRules:
 
     end_silence_s: float
     barge_in_s: float
-    window_s: float = 0.032
+    hop_s: float
     start_probability: float = 0.5
     start_probability_over_voice: float = 0.7
     stop_probability: float = 0.35
-    start_s: float = 0.064
+    start_s: float = 0.032
     pause_s: float = 0.096
     min_speech_s: float = 0.16
     max_turn_s: float = 30.0
 
 
 class TurnDetector:
-    """Follows one user's turns. `step` takes each window's probability and says what changed."""
+    """Follows one user's turns. `step` takes each hop's probability and says what changed."""
 
     def __init__(self, rules: TurnRules) -> None:
         self._rules = rules
@@ -72,7 +73,7 @@ class TurnDetector:
             self._loud_s = 0.0
             self._barged_in = False
         elif probability >= start:
-            self._loud_s += rules.window_s
+            self._loud_s += rules.hop_s
         elif probability < rules.stop_probability:
             self._loud_s = 0.0
         events = (
@@ -90,7 +91,7 @@ class TurnDetector:
 
     def _outside(self, probability: float, start: float) -> list[TurnEvent]:
         if probability >= start:
-            self._run_s += self._rules.window_s
+            self._run_s += self._rules.hop_s
         elif probability < self._rules.stop_probability:
             self._run_s = 0.0
         if self._run_s < self._rules.start_s - 1e-9:
@@ -103,11 +104,11 @@ class TurnDetector:
 
     def _inside(self, probability: float, start: float) -> list[TurnEvent]:
         rules = self._rules
-        self._turn_s += rules.window_s
+        self._turn_s += rules.hop_s
         # Once paused, only a fresh onset resumes: noise between the thresholds must not.
         voiced = probability >= (start if self.paused else rules.stop_probability)
         if voiced:
-            self.speech_s += rules.window_s
+            self.speech_s += rules.hop_s
             self._speech_goes_on()
             if self._turn_s >= rules.max_turn_s:
                 return [self._end()]
@@ -115,7 +116,7 @@ class TurnDetector:
                 self.paused = False
                 return [TurnEvent.RESUMED]
             return []
-        self.silence_s += rules.window_s
+        self.silence_s += rules.hop_s
         if self.silence_s >= self._end_silence_s - 1e-9:
             return [self._end()]
         if not self.paused and self.silence_s >= rules.pause_s - 1e-9:

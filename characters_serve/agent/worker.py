@@ -2,7 +2,7 @@
 
 The agent's process, on the group's control channel `agent`. Models load once, before Ready: 1.3 s
 and 400 MB with pocketsphinx; then 0.04 of a core while nobody speaks and 0.2 while the user does.
-It never computes on its event loop for longer than one VAD window.
+It never computes on its event loop for longer than one hop of the VAD.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def measure(config: Config, num_steps: int) -> dict[str, Any]:
     torch.set_num_threads(config.engine.rank_threads)
     denoiser.start(image_tensor(image_rgb, model, device), seed=0)
     by_passes = {}
-    for passes in (len(model.noise_levels), config.engine.degraded_passes):
+    for passes in sorted({config.passes, config.engine.degraded_passes}, reverse=True):
         step_ms = _time(lambda passes=passes: denoise(passes), num_steps)  # type: ignore[misc]
         by_passes[str(passes)] = {
             "chunk_ms_median": round(float(np.median(step_ms)), 2),

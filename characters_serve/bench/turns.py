@@ -55,6 +55,7 @@ QUESTIONS: Final = (
 LONG_QUESTION: Final = "Tell me a joke."
 OVER_IT: Final = "Wait, wait, stop."
 OVER_IT_AFTER_S: Final = 2.2
+AUDIBLE: Final = 0.01  # of full scale, as for the page's watcher
 MICROPHONE_RATE: Final = 48_000
 FIRST_QUESTION_S: Final = 6.0
 SPACING_S: Final = 9.0
@@ -155,7 +156,10 @@ COLOURS: Final = {
 
 @dataclass(frozen=True)
 class Script:
-    """What one session's microphone says: each text with the second at which it ends."""
+    """What one session's microphone says: each text with the second at which it ends.
+
+    over_it_begins_s: the first audible sample; a voice's recording begins 15 to 30 ms before it.
+    """
 
     asked: list[tuple[str, float]]
     over_it_begins_s: float
@@ -182,6 +186,8 @@ def write_microphone(path: Path, texts: Sequence[str]) -> Script:
     asked = [(text, say(text, begin_s(index))) for index, text in enumerate(texts)]
     over_it_s = say(LONG_QUESTION, begin_s(len(texts))) + OVER_IT_AFTER_S
     say(OVER_IT, over_it_s)
+    over_it = np.frombuffer(bytes(pcm[2 * round(over_it_s * MICROPHONE_RATE) :]), "<i2")
+    over_it_s += int(np.argmax(np.abs(over_it) > AUDIBLE * 32768)) / MICROPHONE_RATE
     pcm.extend(bytes(2 * MICROPHONE_RATE * 60))
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)

@@ -231,9 +231,8 @@ def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> N
     sink = _sink(config, group_dir, device, dtype) if rank == 0 else None
     ranks.join()
     sums = share_sums(generator, config.optimizations, ranks)
-    all_passes = len(model.noise_levels)
-    fewer = [engine.degraded_passes, engine.idle_passes]
-    warm_ms = warm_up(denoiser, packed, model, [*fewer, all_passes])
+    passes = [engine.degraded_passes, engine.idle_passes, config.passes]
+    warm_ms = warm_up(denoiser, packed, model, passes)
     if sums is not None:
         sums.check()
     computing = Rank(model, link, ranks, denoiser, packed, sums)

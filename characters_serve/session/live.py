@@ -311,7 +311,7 @@ class LiveSession:
 
     async def _feed(self) -> None:
         """Hands a step to the engine for each credit of the playout."""
-        full = len(self._config.model.noise_levels)
+        full = self._config.passes
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -401,12 +401,11 @@ class LiveSession:
 
 
 def _degrade_ladder(config: Config) -> DegradeLadder:
-    model = config.model
     return DegradeLadder(
-        passes=len(model.noise_levels),
+        passes=config.passes,
         degraded_passes=config.engine.degraded_passes,
         idle_passes=config.engine.idle_passes,
-        period_s=model.chunk_period_s,
+        period_s=config.model.chunk_period_s,
         overlapped=config.optimizations.dedicated_decoder,
     )
 

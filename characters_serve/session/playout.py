@@ -10,8 +10,9 @@ refills to its target and never past it, and a lower target just withholds one c
 character speaks, and as soon as it may, the buffer is kept full, because a hold would be heard.
 While it idles, steps are handed out as late as the engine's own latency allows, because all that is
 handed out then delays the first word of the next turn: a step that has begun cannot be taken back
-without a jump of the picture, one that has not is free to carry speech. When that word has come,
-what is left of the silence before it plays in half its time: a nod is quicker for a moment.
+without a jump of the picture, one that has not is free to carry speech. That word's step is handed
+out at once, and the silence before it plays in half its time, but for what lasts until the word is
+due: a nod is quicker for a moment. So are lips that an interruption has silenced.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MUTE_FADE_SAMPLES: Final = 480  # 10 ms
 RAISE_WINDOW_S: Final = 30
 LOWER_AFTER_S: Final = 60
 AUDIBLE: Final = 328  # 1 % of full scale
-# Speech is certain two VAD windows after it is likely; a browser that mutes at once has not played
+# Speech is certain 0.1 s after it is likely; a browser that mutes at once has not played
 # what was sent in the last 0.1 s.
 WAIT_S: Final = 0.25
 REPLAYED_S: Final = 0.125
@@ -49,6 +50,9 @@ FIRST_MARGIN_S: Final = 0.04
 MAX_MARGIN_S: Final = 0.08
 MARGIN_RISE_S: Final = 0.02
 MARGIN_FALL_PER_S: Final = 0.0007
+# By how much more than its target is in hand when idling has just handed out a step; words need not
+# wait until it is less.
+FIRST_WORDS_CHUNKS: Final = 1
 # Speech in hand falls this much below its target between two steps, and no further.
 HURRY_CHUNKS: Final = 0.5
 
@@ -106,6 +110,8 @@ class Playout:
         self._chunk_samples = voice_samples_per_chunk
         self._chunk_s = voice_samples_per_chunk / AUDIO_RATE
         self._sent_s: deque[float] = deque()
+        self._due_slots: deque[float] = deque()  # by which what is in flight is usually here
+        self._words_come = False  # an utterance's first words are in flight
         self._latencies_s: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._margin_s = FIRST_MARGIN_S
         self._epoch = 0
@@ -132,7 +138,11 @@ class Playout:
 
     def credits(self, *, speech_waits: bool = False) -> int:
         """Steps that may be handed to the engine now. speech_waits: the next one would speak."""
-        lead = self.lead if self.playing and not speech_waits else self.target
+        lead = float(self.target)
+        if self.playing and not speech_waits:
+            lead = self.lead
+        elif self.playing and not self.speaking:
+            lead += FIRST_WORDS_CHUNKS
         return math.ceil(lead - self._in_hand)
 
     @property
@@ -145,10 +155,16 @@ class Playout:
     @property
     def lead(self) -> float:
         """Least that is handed out, in chunks from the present picture on, a step's included."""
-        if self.speaking or len(self._latencies_s) < LATENCIES_NEEDED:
+        if self.speaking:
             return float(self.target)
-        usual_s = sorted(self._latencies_s)[math.floor(USUAL_SHARE * (len(self._latencies_s) - 1))]
-        return min(float(self.target), (usual_s + self._margin_s) / self._chunk_s)
+        return min(float(self.target), (self._usual_s + self._margin_s) / self._chunk_s)
+
+    @property
+    def _usual_s(self) -> float:
+        """What nearly all steps of silence take until their chunk is here; not known: infinite."""
+        if len(self._latencies_s) < LATENCIES_NEEDED:
+            return math.inf
+        return sorted(self._latencies_s)[math.floor(USUAL_SHARE * (len(self._latencies_s) - 1))]
 
     @property
     def depth(self) -> float:
@@ -192,7 +208,9 @@ class Playout:
     def step_sent(self, now_s: float, *, speaking: bool) -> None:
         """speaking: more of the same utterance follows this step."""
         self.in_flight += 1
+        self._words_come |= speaking and not self.speaking
         self.speaking = speaking
+        self._due_slots.append(self._next_slot + self._usual_s * self._fps)
         self._sent_s.append(now_s)
 
     def push(self, chunk: VideoChunk, now_s: float) -> bool:
@@ -208,22 +226,23 @@ class Playout:
             )
         self._expected_index += 1
         self.in_flight -= 1
+        self._due_slots.popleft()
         sent_s = self._sent_s.popleft()
         # Steps of speech wait behind each other for a full buffer: that is no measure of idling.
         if not chunk.utterance_id:
             self._latencies_s.append(now_s - sent_s)
-        if chunk.utterance_id and self.playing:
-            self._shorten_silence()
         self._buffer.extend(self._cut(chunk, voice))
         return True
 
     def interrupt(self, epoch: int, through_utterance_id: int) -> None:
-        """Silences all speech of older epochs from the next packet on; the picture goes on.
+        """Silences all speech of older epochs from the next packet on; the picture goes on, in half
+        its time, so that the mouth is at rest soon.
 
         Every utterance up to `through_utterance_id` that has not ended is reported interrupted.
         """
         self._epoch = epoch
         self.speaking = False
+        self._words_come = False
         self._waiting_slots = 0
         self._played.clear()
         # A second interruption before the next packet must not turn the fade into a cut; and of a
@@ -317,12 +336,15 @@ class Playout:
         if self._waiting_slots:
             return self._wait_on(number)
         if self._buffer:
+            if self._hurries(number):
+                self._buffer.popleft()
             slot = self._buffer.popleft()
             if self._held_run or self._waited:
                 fade_in = 1.0 - _CUT_FADE
                 slot.voice[:CUT_FADE_SAMPLES] = slot.voice[:CUT_FADE_SAMPLES] * fade_in
             self._held_run = 0
             self._waited = False
+            self._words_come &= slot.utterance_id == 0
             self._last = slot
             self._played.append(slot)
             self._margin_s = max(MIN_MARGIN_S, self._margin_s - MARGIN_FALL_PER_S / self._fps)
@@ -361,7 +383,8 @@ class Playout:
         tail[:] = tail * _CUT_FADE
         self._calm_since_slot = number
         if not self.in_speech:
-            self._margin_s = min(MAX_MARGIN_S, self._margin_s + MARGIN_RISE_S)
+            if not self._words_come and not self._silenced(self._last):
+                self._margin_s = min(MAX_MARGIN_S, self._margin_s + MARGIN_RISE_S)
             return
         self._recent_underruns.append(number)
         while self._recent_underruns[0] < number - RAISE_WINDOW_S * self._fps:
@@ -399,12 +422,21 @@ class Playout:
             if slot.closes and slot.epoch >= self._epoch:
                 self._follow(slot, self._slot_samples, slot.voice[:0])
 
-    def _shorten_silence(self) -> None:
-        """Words come after what is in hand: each second picture of the silence before them goes."""
-        silence: deque[_Slot] = deque()
-        while self._buffer and self._buffer[-1].is_silent:
-            silence.appendleft(self._buffer.pop())
-        self._buffer.extend(list(silence)[1::2])
+    def _silenced(self, slot: _Slot) -> bool:
+        return slot.utterance_id != 0 and slot.epoch < self._epoch
+
+    def _hurries(self, number: int) -> bool:
+        """Whether the next picture is left out: words come sooner then, or a mouth that was
+        silenced is at rest sooner."""
+        if len(self._buffer) < 2 or self._fading:
+            return False
+        silenced = self._silenced(self._buffer[0])
+        if not (silenced or self._buffer[0].is_silent):
+            return False
+        if any(slot.utterance_id and slot.epoch >= self._epoch for slot in self._buffer):
+            return True
+        due = self._due_slots[0] if self._due_slots else number
+        return (silenced or self._words_come) and number + len(self._buffer) > due
 
     def _cut(self, chunk: VideoChunk, voice: Pcm) -> list[_Slot]:
         size = self._slot_samples

@@ -110,6 +110,7 @@ class MediaSender(aiortc.RTCRtpSender):
     _history: dict[int, _Sent]
     _copies: dict[int, _Copy]
     _resending: Resending
+    _again: list[_Sent]
     _last_pts: int | None
     _reports_s: OrderedDict[int, float]
     _keyframe_wanted: bool
@@ -203,6 +204,10 @@ class MediaSender(aiortc.RTCRtpSender):
             self.set_private("octet_count", self.private("octet_count") + len(payload))
         if payloads:
             self._last_pts = pts
+        again, self._again = self._again, []
+        for sent in again:
+            if not sent.arrived:
+                await self._repeat(sent)
 
     def _find(self, sequence_number: int) -> _Sent | None:
         sent = self._history.get(sequence_number % HISTORY_PACKETS)
@@ -336,7 +341,7 @@ class MediaSender(aiortc.RTCRtpSender):
         sent.repeated_s = now_s
         await self._repeat(sent)
         if goes_twice(self.rate.loss) and self._resending.allows(now_s, size, self.rate.kbps):
-            await self._repeat(sent)
+            self._again.append(sent)
 
     async def _repeat(self, sent: _Sent) -> None:
         payload_type = self.private("rtx_payload_type")
@@ -375,6 +380,7 @@ def adopt_sender(
     sender._copies = {}
     sender._last_pts = None
     sender._resending = Resending()
+    sender._again = []
     sender._reports_s = OrderedDict()
     sender._keyframe_wanted = False
     sender._keyframe_s = float("-inf")

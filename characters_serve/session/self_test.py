@@ -66,8 +66,7 @@ async def run_self_test(
     model = config.model
     image = bytes([_GREY]) * (3 * model.width * model.height)
     chunker = Chunker(model, SESSION_ID, seed=0)
-    passes = len(model.noise_levels)
-    steps = [chunker.next(passes=passes, listening_energy=0.0) for _ in range(STEPS)]
+    steps = [chunker.next(passes=config.passes, listening_energy=0.0) for _ in range(STEPS)]
     await engine.start_character(StartCharacter(SESSION_ID, image, 0))
     arrivals_s = [clock() async for _ in play(engine, steps, model, next_chunk)]
     await engine.end_character(SESSION_ID)

@@ -11,6 +11,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from characters_serve.agent import local
 from characters_serve.agent.base import AgentEvent
 from characters_serve.agent.local import LocalAgent, LocalModels, TurnClock, load_models
 from characters_serve.config import AgentConfig, ChatConfig, LinesConfig
@@ -154,6 +155,30 @@ async def test_interrupted_before_its_first_audio(models: LocalModels) -> None:
         s.agent.say("I am back.")
         assert_whole(await s.until_said(2), "I am back.")
         assert s.audio(1) == []
+
+
+async def test_the_first_words_are_heard_before_the_next_are_made(
+    models: LocalModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pictures need the cores more. A sentence of an invented voice lasts for a minute."""
+
+    def sentences(s: Scene) -> list[str]:
+        return [piece.text for piece in s.audio(1) if piece.text]
+
+    monkeypatch.setattr(local, "_FIRST_WORDS_S", 60.0)
+    monkeypatch.setattr(models.voice, "synthesize", lambda text: bytes(2 * 24_000 * 60))
+    async with scene(models) as s:
+        s.agent.say("One is first. Two is second. Three is third.")
+        await s.until(lambda: sentences(s))
+        await asyncio.sleep(0.2)
+        assert sentences(s) == ["One is first."]
+        s.played(1, "started")
+        await s.until_said(1)
+        assert sentences(s) == ["One is first.", "Two is second.", "Three is third."]
+    monkeypatch.setattr(local, "_FIRST_WORDS_S", 0.01)
+    async with scene(models) as s:
+        s.agent.say("One is first. Two is second.")
+        await s.until_said(1)  # without a word of when it is heard
 
 
 async def test_interrupted_mid_word(models: LocalModels) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import wave
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -67,6 +69,11 @@ def test_the_microphone_asks_when_it_says(tmp_path: Path) -> None:
     assert second_s - first_s > 7
     assert script.over_it_begins_s > second_s + SPACING_S
     assert path.stat().st_size > 2 * 48_000 * 60
+    with wave.open(str(path)) as file:
+        sound = np.abs(np.frombuffer(file.readframes(file.getnframes()), "<i2")[: -60 * 48_000])
+    over_it = round(script.over_it_begins_s * 48_000)
+    assert sound[over_it] > 327 and sound[over_it - 48_000 : over_it].max() <= 327
+    assert len(sound) - over_it > 0.8 * 48_000, "of three words, the first"
 
 
 def test_the_chart_shows_every_share(tmp_path: Path) -> None:

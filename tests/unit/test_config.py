@@ -108,6 +108,10 @@ def test_later_files_and_overrides_win() -> None:
         ("model.prompt_slots=4", "prompt_slots and prompt_dim"),
         ("model.cache_policy=none", "model.cache_policy"),
         ("optimizations.write_time_rope=false", "ring_cache needs write_time_rope"),
+        ("engine.passes=5", "engine.passes must lie between 2 and 4"),
+        ("engine.passes=1", "engine.passes"),
+        ("engine={passes: 2, degraded_passes: 3}", "engine.degraded_passes must lie between 2"),
+        ("engine={passes: 2, idle_passes: 3}", "engine.idle_passes must lie between 2 and 2"),
         ("engine.degraded_passes=5", "engine.degraded_passes"),
         ("engine.degraded_passes=1", "engine.degraded_passes"),
         ("engine.idle_passes=5", "engine.idle_passes"),
@@ -149,6 +153,13 @@ def test_a_mistake_names_its_field(override: str, says: str) -> None:
 def test_what_ray_cannot_carry_is_refused(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_config(overrides=["fleet.engine=ray", *overrides])
+
+
+def test_a_captured_step_has_all_passes() -> None:
+    captured = ["engine.device=cuda", "optimizations.fused_pre_attention=true"]
+    load_config(overrides=[*captured, "optimizations.cuda_graphs=true"])
+    with pytest.raises(ConfigError, match=r"cuda_graphs captures 4 passes: engine\.passes is not"):
+        load_config(overrides=[*captured, "optimizations.cuda_graphs=true", "engine.passes=2"])
 
 
 def test_a_shared_decoder_must_be_one() -> None:

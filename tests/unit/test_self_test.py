@@ -29,6 +29,7 @@ class InventedEngine:
         self.calls: list[str] = []
         self.now_s = 0.0
         self.most_in_flight = 0
+        self.passes: set[int] = set()
         self._period_s = period_s
         self._mute_from = mute_from
         self._frames = frames
@@ -44,6 +45,7 @@ class InventedEngine:
 
     async def send_step(self, step: StepInput) -> None:
         self._steps.put_nowait(step)
+        self.passes.add(step.passes)
         self.most_in_flight = max(self.most_in_flight, self._steps.qsize())
 
     async def next_chunk(self) -> VideoChunk:
@@ -55,8 +57,8 @@ class InventedEngine:
         index = step.chunk_index
         return VideoChunk(SESSION_ID, 0, index, frames, step.voice_48k, 0, 0.0, False, 4, 1.0, 1.0)
 
-    async def run(self) -> self_test.SelfTest:
-        return await run_self_test(self, CONFIG, self.next_chunk, lambda: self.now_s)
+    async def run(self, config: Config = CONFIG) -> self_test.SelfTest:
+        return await run_self_test(self, config, self.next_chunk, lambda: self.now_s)
 
 
 async def test_the_median_period_decides_and_the_slow_first_chunk_does_not() -> None:
@@ -67,6 +69,15 @@ async def test_the_median_period_decides_and_the_slow_first_chunk_does_not() -> 
     result = await slow.run()
     assert not result.fast_enough
     assert result.degraded == "a chunk takes 200 ms and plays for 167 ms"
+
+
+async def test_a_chunk_has_the_passes_that_it_will_have_in_sessions() -> None:
+    engine = InventedEngine(0.1)
+    await engine.run()
+    assert engine.passes == {4}
+    fewer = InventedEngine(0.1)
+    await fewer.run(CONFIG.model_copy(update={"engine": EngineConfig(kind="pattern", passes=2)}))
+    assert fewer.passes == {2}
 
 
 async def test_no_chunk_or_a_wrong_one_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

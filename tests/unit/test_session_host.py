@@ -44,7 +44,7 @@ from tests.waiting import until
 
 CONFIG = Config(
     model=ModelConfig(width=192, height=128),
-    engine=EngineConfig(kind="pattern"),
+    engine=EngineConfig(kind="pattern", passes=3),
     agent=AgentConfig(kind="none"),
     session=SessionConfig(connect_timeout_s=6.0, reconnect_grace_s=3.0),
 )
@@ -103,6 +103,8 @@ async def test_a_session_from_open_to_close(host: HostParent) -> None:
     await until(lambda: 5 in [pong["id"] for pong in browser.pongs])
     assert browser.pongs[-1]["media_ms"] > 0
     await until(lambda: "metrics" in browser.kinds())
+    numbers = next(e["data"] for e in browser.events if e["type"] == "metrics")
+    assert numbers["passes"] == 3
     assert isinstance(await host.ask(lambda n: Interrupt(n, "one")), Done)
     assert isinstance(await host.ask(lambda n: Say(n, "one", "hello")), Done)
     assert isinstance(await host.close("one"), Done)

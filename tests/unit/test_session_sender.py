@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -38,6 +37,7 @@ from characters_serve.session import arrivals, rtcp_clock
 from characters_serve.session.clock import AUDIO_RATE, PACKET_SAMPLES, MediaClock
 from characters_serve.session.rate import RateBounds, RateControl, _Probe
 from characters_serve.session.rtcp_clock import HISTORY_PACKETS, adopt_sender, hear_arrivals
+from tests.relay import Conditions, Link
 from tests.unit.session_rig import HandClock
 from tests.unit.test_session_arrivals import feedback
 from tests.unit.test_session_encoders import picture
@@ -193,6 +193,26 @@ async def test_what_feedback_misses_is_repeated_once_though_nobody_asks(clock: H
     await video.pc.close()
 
 
+async def test_where_packets_are_lost_a_repeat_goes_again_with_the_next_picture(
+    clock: HandClock,
+) -> None:
+    """Not beside the first: a burst takes both. Nor once the first is known to have arrived."""
+    video = Sender()
+    video.rate._loss = 0.05
+    await video.send(4)
+    first = video.parsed()[0].sequence_number
+    missed = [(first + n) % 65_536 for n in (1, 2)]
+    assert await video.asked_for(missed) == 2
+    await video.sender.arrived(arrivals.Arrivals(4, [clock.now_s, None]))
+    clock.now_s += 1 / FPS
+    await video.send(1)
+    repeats = [p for p in video.parsed() if p.payload_type == RTX]
+    assert [int.from_bytes(p.payload[:2]) for p in repeats] == [*missed, missed[1]]
+    await video.send(1)
+    assert len(video.sent) == 4 + 2 + 1 + 1 + 1
+    await video.pc.close()
+
+
 class LossyLink:
     """A sender, a link that loses in both directions, and a viewer that asks as Chromium does.
 
@@ -202,12 +222,12 @@ class LossyLink:
 
     DELAY_S, AGAIN_S, BUFFER_S, PACKETS = 0.02, 0.1, 0.1, 3
 
-    def __init__(self, clock: HandClock, loss: float) -> None:
+    def __init__(self, clock: HandClock, loss: float, burst: float) -> None:
         self.video = Sender()
         self.video.sender.transport._send_rtp = self._leaves
         self._clock = clock
-        self._loss = loss
-        self._random = random.Random(1)
+        self._down, self._up = Link(1), Link(2)
+        self._down.conditions = self._up.conditions = Conditions(loss=loss, burst=burst)
         self._began_s = clock.now_s
         self._highest = self._first = self.video.sender._sequence_number
         self._arrived_s: dict[int, float] = {}
@@ -215,7 +235,7 @@ class LossyLink:
         self._copies: list[bool] = []
         self._told = self._pictures = self._count = 0
         self._events: list[tuple[float, int, Callable[[], Awaitable[object]]]] = []
-        for act in (self._picture, self._ask_again, self._tell):
+        for act in (self._picture, self._voices, self._ask_again, self._tell):
             self._in(0.0, act)
 
     async def frozen_share(self, seconds: float) -> float:
@@ -236,8 +256,14 @@ class LossyLink:
         self._count += 1
         heapq.heappush(self._events, (self._clock.now_s + wait_s, self._count, act))
 
-    def _passes(self) -> bool:
-        return self._random.random() >= self._loss
+    def _passes(self, link: Link) -> bool:
+        return bool(link.carry(self._clock.now_s, 1200))
+
+    async def _voices(self) -> None:
+        """The character's, which goes twice, and the viewer's: a burst is of packets."""
+        self._in(0.02, self._voices)
+        for link in (self._down, self._down, self._up):
+            self._passes(link)
 
     async def _picture(self) -> None:
         self._in(1 / FPS, self._picture)
@@ -252,7 +278,7 @@ class LossyLink:
         # Sequence numbers are of 16 bits, and a minute has fewer.
         number = self._first + (number - self._first) % 65_536
         self._copies.append(False)
-        if self._passes():
+        if self._passes(self._down):
             self._in(self.DELAY_S, partial(self._arrives, number, len(self._copies) - 1))
 
     async def _arrives(self, number: int, copy: int) -> None:
@@ -265,7 +291,7 @@ class LossyLink:
 
     def _ask(self, numbers: list[int]) -> None:
         self._asked_s.update(dict.fromkeys(numbers, self._clock.now_s))
-        if numbers and self._passes():
+        if numbers and self._passes(self._up):
             lost = [number % 65_536 for number in numbers]
             self._in(self.DELAY_S, partial(self.video.asked_for, lost))
 
@@ -281,14 +307,18 @@ class LossyLink:
         times_s = [self._clock.now_s if each else None for each in self._copies[self._told : end]]
         news = arrivals.Arrivals(self._told % 65_536, times_s)
         self._told = max(end, self._told)
-        if times_s and self._passes():
+        if times_s and self._passes(self._up):
             self._in(self.DELAY_S, partial(self.video.sender.arrived, news))
 
 
-@pytest.mark.parametrize("loss", [0.05, 0.1])
-async def test_loss_in_both_directions_freezes_no_picture(clock: HandClock, loss: float) -> None:
-    link = LossyLink(clock, loss)
-    assert await link.frozen_share(60) < 0.005
+@pytest.mark.parametrize(
+    ("loss", "burst", "frozen_share"), [(0.05, 1, 0.005), (0.1, 1, 0.005), (0.1, 4, 0.025)]
+)
+async def test_loss_in_both_directions_freezes_few_pictures(
+    clock: HandClock, loss: float, burst: float, frozen_share: float
+) -> None:
+    link = LossyLink(clock, loss, burst)
+    assert await link.frozen_share(120) < frozen_share
     await link.video.pc.close()
 
 
