@@ -12,8 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from prometheus_client import Gauge
-
 from characters_serve.config import ApiKey, Config, ConfigError
 from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
@@ -78,11 +76,8 @@ class Gateway:
         self.metrics = Metrics(
             sessions_by_state=lambda: self.sessions.counts(),
             groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
+            tasks=lambda: len(asyncio.all_tasks()),
         )
-        tasks = Gauge(
-            "characters_gateway_tasks", "Of its event loop", registry=self.metrics.registry
-        )
-        tasks.set_function(lambda: len(asyncio.all_tasks()))
         queue = WaitingQueue(config.server.queue_size, config.server.queue_timeout_s)
         self.sessions = Sessions(config.session, self.fleet, self.metrics, queue)
 

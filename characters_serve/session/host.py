@@ -56,7 +56,7 @@ from characters_serve.session.live import LiveSession, OfferConflict, SessionLin
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rehearsal import SESSION_ID as REHEARSAL_ID
 from characters_serve.session.rehearsal import least_expression, rehearse
-from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
+from characters_serve.session.self_test import SESSION_ID, TrialFailed, run_self_test
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Host:
         await self._link.warming()
         try:
             details |= await self._warm_up()
-        except (SelfTestFailed, TimeoutError) as error:
+        except (TrialFailed, TimeoutError) as error:
             await self._link.failed(str(error))
             await self._children.kill()
             await asyncio.sleep(LAST_WORD_S)
@@ -153,7 +153,7 @@ class Host:
         if not test.done():
             test.cancel()
             await asyncio.gather(test, return_exceptions=True)
-            raise SelfTestFailed(f"self-test: {self._faulty.result()}")
+            raise TrialFailed(f"self-test: {self._faulty.result()}")
         result = test.result()
         self._counters.gauge("self_test_period_ms", round(result.period_ms, 1))
         self._counters.gauge("group_degraded", float(not result.fast_enough))
@@ -251,7 +251,7 @@ class Host:
                 start = StartCharacter(request.session_id, request.image_rgb, request.seed)
                 await self._children.start_character(start)
                 agent = await self._start_agent(request)
-            except (TimeoutError, SelfTestFailed) as error:
+            except (TimeoutError, TrialFailed) as error:
                 self._fault(str(error))
                 return Refused(number, 503, str(error))
             links = SessionLinks(
