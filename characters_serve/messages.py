@@ -34,8 +34,11 @@ class Warming:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """permanent: of a start that fails the same way however often it is tried."""
+
     process: str
     reason: str
+    permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,8 @@ class Metrics:
         self.registry.register(self._hosts)
         # process_resident_memory_bytes, process_open_fds and so on, of the gateway
         ProcessCollector(registry=self.registry)
-        Gauge("characters_gateway_tasks", "Of its event loop", registry=self.registry).set_function(
-            tasks
-        )
+        loop = Gauge("characters_gateway_tasks", "Of its event loop", registry=self.registry)
+        loop.set_function(tasks)
         self.sessions_created = Counter(
             "characters_sessions_created", "Sessions admitted", registry=self.registry
         )

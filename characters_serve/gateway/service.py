@@ -45,7 +45,11 @@ class Gateway:
     """What the routes work with."""
 
     def __init__(
-        self, config: Config, host_module: str, on_ready: Callable[[dict[str, str]], None]
+        self,
+        config: Config,
+        host_module: str,
+        on_ready: Callable[[dict[str, str]], None],
+        on_misconfigured: Callable[[str], None],
     ) -> None:
         self.config = config
         self.authority = Authority.from_config(config.server)
@@ -62,14 +66,14 @@ class Gateway:
         self._decoder = asyncio.Lock()
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
-        self._on_ready = on_ready
         self.fleet: Fleet = fleet_class(config)(
             config,
             on_state=lambda lease, state: self.sessions.on_state(lease, state),
             on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
             on_gone=self._group_gone,
             on_metrics=self._host_metrics,
-            on_ready=lambda _group_id, details: self._on_ready(details),
+            on_ready=lambda _group_id, details: on_ready(details),
+            on_misconfigured=on_misconfigured,
             on_free=lambda: self.sessions.admit(),
             host_module=host_module,
         )

@@ -105,7 +105,8 @@ class Host:
         try:
             details = await self._children.start()
         except (ChildFailed, OSError) as error:
-            await self._link.failed(str(error))
+            permanent = isinstance(error, ChildFailed) and error.permanent
+            await self._link.failed(str(error), permanent=permanent)
             await asyncio.sleep(LAST_WORD_S)
             return 1
         await self._link.warming()

@@ -285,6 +285,22 @@ async def test_a_taken_port_is_named() -> None:
     assert b"server.port: cannot listen" in errors and b"already in use" in errors
 
 
+async def test_weights_that_are_not_there_end_the_server_with_one_line(tmp_path: Path) -> None:
+    """Told by the engine's own processes, through their host."""
+    settings = ("server.port=0", "agent.kind=none", f"model.weights={tmp_path / 'none'}")
+    process = await asyncio.create_subprocess_exec(
+        *serve_command(*settings),
+        "--log-level=error",
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    (said,) = errors.decode().splitlines()
+    assert said.startswith("characters: no group can start: host: ")
+    assert "model.weights: no " in said and str(tmp_path / "none") in said
+    assert process.returncode == cli.EXIT_CONFIG
+
+
 def test_doctor_says_what_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["doctor", "--set", "engine.kind=pattern", "--set", "server.port=0"])
     said = capsys.readouterr().out
