@@ -95,7 +95,7 @@ class Worker:
     async def _start(self, start: AgentStart) -> None:
         await self._end()
         self._session_id = start.session_id
-        logs.about_session(start.session_id)
+        logs.about_session(start.session_id, start.trace_id)
         self._agent = self._make(start)
         self._outgoing.put_nowait(await self._agent.open())
 

@@ -115,7 +115,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         key = gateway.authority.creator(request.headers)
         gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
-        wanted = await gateway.requested(body, image, key)
+        wanted = await gateway.requested(body, image, key, request.state.trace_id)
         try:
             session = await gateway.create(wanted, key)
         except NoGroupFree:

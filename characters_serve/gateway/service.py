@@ -226,7 +226,7 @@ class Gateway:
         return self._presets_rgb[character.character_id]
 
     async def requested(
-        self, body: CreateBody, image: bytes | None, key: ApiKey | None
+        self, body: CreateBody, image: bytes | None, key: ApiKey | None, trace_id: str
     ) -> SessionRequest:
         """What a visitor asked for, checked and decoded; holds no group yet."""
         longest_s = self.config.session.max_duration_s
@@ -251,6 +251,7 @@ class Gateway:
             seed=secrets.randbits(31) if body.seed is None else body.seed,
             max_duration_s=body.max_duration_s or longest_s,
             owner=None if key is None else key.name,
+            trace_id=trace_id,
         )
 
     def _preset(self, body: CreateBody) -> Character:

@@ -90,6 +90,7 @@ class Host:
         self._session: LiveSession | None = None
         self._external: ExternalLink | None = None
         self._session_id: str | None = None
+        self._trace_id = ""
         self._trial_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
         diffusion = config.engine.kind == "diffusion"
         self._least_expression = least_expression(config.model) if diffusion else None
@@ -143,7 +144,7 @@ class Host:
         if self._session_id is None:
             return {}
         epoch = self._session.epoch if self._session is not None else 0
-        return {"session": logs.shown(self._session_id), "epoch": epoch}
+        return {**logs.of_session(self._session_id, self._trace_id), "epoch": epoch}
 
     async def _warm_up(self) -> dict[str, str]:
         """The self-test's findings for Ready's details; a child that dies in it ends it."""
@@ -244,12 +245,14 @@ class Host:
         async with self._changing:
             if self._session_id is not None:
                 return Refused(number, 409, "the group has a session")
-            self._session_id = request.session_id
+            self._session_id, self._trace_id = request.session_id, request.trace_id
             self._early = []
             self._state("starting", "")
             try:
                 picture = await self._try_picture(request)
-                start = StartCharacter(request.session_id, request.image_rgb, request.seed)
+                start = StartCharacter(
+                    request.session_id, request.image_rgb, request.seed, request.trace_id
+                )
                 await self._children.start_character(start)
                 agent = await self._start_agent(request)
             except (TimeoutError, TrialFailed) as error:
@@ -284,7 +287,8 @@ class Host:
 
     async def _start_agent(self, request: OpenSession) -> AgentStarted | None:
         if self._config.agent.kind != "external":
-            start = AgentStart(request.session_id, request.persona, self._config.agent.greet)
+            greet = self._config.agent.greet
+            start = AgentStart(request.session_id, request.persona, greet, request.trace_id)
             return await self._children.start_agent(start)
         self._external = ExternalLink(
             request.session_id,
@@ -333,7 +337,7 @@ class Host:
                     self._fault(str(error))
             give_back_memory()
             self._state(final, reason)
-            self._session_id = None
+            self._session_id, self._trace_id = None, ""
             for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 

@@ -183,6 +183,7 @@ async def test_a_second_signal_ends_it_now(tmp_path: Path, how: signal.Signals) 
 async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = "the quick brown vixen"
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     async with (
         server(
             tmp_path / "run",
@@ -191,6 +192,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
         ) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as http,
     ):
+        http.headers["traceparent"] = f"00-{trace_id}-00f067aa0ba902b7-01"
         heard: list[dict[str, Any]] = []
         session, peer = await connect(http, heard)
         await reach(http, session, "live")
@@ -214,6 +216,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line["session"] for line in lines if "session" in line} >= {session["id"][:8]}
     ours = [line for line in lines if line.get("session") == session["id"][:8]]
+    assert {line["trace_id"] for line in ours} == {trace_id}
     assert any(line["lease_epoch"] > 0 for line in ours if "lease_epoch" in line)
     spoken = [str(data["text"]) for data in heard if data.get("text")]
     strangers = [line for line in lines if line["logger"].startswith("uvicorn")]
