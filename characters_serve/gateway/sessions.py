@@ -219,10 +219,9 @@ class Sessions:
         receive: Callable[[FromHost], None],
     ) -> tuple[Group, int]:
         """Opens a voice agent's socket on the session's host."""
-        async with session.offers:
-            await self._prepared(session, wait_s)
-            group = self._fleet.group(self._lease(session))
-            return group, await group.open_external(session.session_id, takeover, receive)
+        await self._prepared(session, wait_s)
+        group = self._fleet.group(self._lease(session))
+        return group, await group.open_external(session.session_id, takeover, receive)
 
     async def interrupt(self, session: Session) -> None:
         await self._fleet.group(self._lease(session)).interrupt(session.session_id)

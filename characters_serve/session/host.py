@@ -230,7 +230,7 @@ class Host:
             case ExternalOpen():
                 if self._external is None:
                     return Refused(number, 409, "agent.kind is not external")
-                return self._external.open(request)
+                return await self._external.open(request)
             case CloseSession():
                 await self._close_session(request.reason, "ended")
         return Done(number)
