@@ -53,6 +53,9 @@ class Edge:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -93,6 +96,15 @@ class Edge:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_requests.labels(method, route, str(status)).inc()
             self._metrics.http_seconds.labels(route).observe(time.monotonic() - started_s)
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Counts as a request; it is answered as one when it is refused."""
+        try:
+            self._check_rate(scope)
+        except Problem as problem:
+            await problem.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
     def _check_rate(self, scope: Scope) -> None:
         address = address_key(scope["client"][0] if scope.get("client") else None)
