@@ -98,11 +98,13 @@ class Edge:
             self._metrics.http_seconds.labels(route).observe(time.monotonic() - started_s)
 
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Counts as a request; it is answered as one when it is refused."""
+        """Counts as a request; refused as gateway/external.py refuses."""
         try:
             self._check_rate(scope)
         except Problem as problem:
-            await problem.response()(scope, receive, send)
+            await send({"type": "websocket.accept"})
+            code = 4000 + problem.status
+            await send({"type": "websocket.close", "code": code, "reason": problem.detail})
         else:
             await self._app(scope, receive, send)
 

@@ -822,8 +822,7 @@ async def test_requests_of_one_address_are_429_and_those_of_another_served(
         response = await api.http.get("/v1/characters")
         problem(response, 429)
         assert int(response.headers["retry-after"]) >= 1
-        (denied, *_) = await socket_messages(api.app, f"/v1/sessions/{'0' * 32}/audio")
-        assert denied["type"] == "websocket.http.response.start" and denied["status"] == 429
+        assert await closed_with(api.app, f"/v1/sessions/{'0' * 32}/audio", {}) == 4429
         assert (await api.http.get("/healthz/live")).status_code == 200
         elsewhere = httpx.ASGITransport(api.app, client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=elsewhere, base_url=BASE) as other:
@@ -967,10 +966,8 @@ async def test_no_route_of_a_session_serves_the_secret_of_another(tmp_path: Path
         assert (await api.offer(other)).status_code == 409, "its own client is still connected"
 
 
-async def socket_messages(
-    app: Any, url: str, headers: dict[str, str] | None = None
-) -> list[dict[str, Any]]:
-    """What a WebSocket is answered when nothing is sent on it."""
+async def closed_with(app: Any, url: str, headers: dict[str, str]) -> int:
+    """The code that a WebSocket is closed with when nothing is sent on it."""
     sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     said = iter(({"type": "websocket.connect"}, {"type": "websocket.receive", "text": "{}"}))
 
@@ -978,15 +975,11 @@ async def socket_messages(
         return next(said, {"type": "websocket.disconnect", "code": 1006})
 
     raw = [(b"host", b"127.0.0.1:8080")]
-    raw += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    raw += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "websocket", "path": url, "raw_path": url.encode(), "query_string": b""}
     scope |= {"headers": raw, "subprotocols": [], "client": ("127.0.0.1", 1)}
     await app(scope, receive, sent.put)
-    return [sent.get_nowait() for _ in range(sent.qsize())]
-
-
-async def closed_with(app: Any, url: str, headers: dict[str, str]) -> int:
-    messages = await socket_messages(app, url, headers)
+    messages = [sent.get_nowait() for _ in range(sent.qsize())]
     return next(int(m["code"]) for m in messages if m["type"] == "websocket.close")
 
 
