@@ -65,7 +65,7 @@ def create_app(
     *,
     host_module: str = HOST_MODULE,
     on_ready: Callable[[dict[str, str]], None] = lambda _details: None,
-    on_misconfigured: Callable[[str], None] = lambda _reason: None,
+    on_misconfigured: Callable[[str], None] = lambda reason: log.error("%s", reason),
 ) -> FastAPI:
     """on_misconfigured: no group can ever start, and why; called for each of them."""
     gateway = Gateway(config, host_module, on_ready, on_misconfigured)
