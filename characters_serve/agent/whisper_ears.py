@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from characters_serve.config import ConfigError
+
 log = logging.getLogger(__name__)
 
 MODEL_ENV = "CHARACTERS_WHISPER_MODEL"
@@ -69,7 +71,7 @@ class WhisperEars:
     settled = True
 
     def __init__(self, model: Path, language: str = "en") -> None:
-        """Raises ValueError when the model does not know the language."""
+        """Raises ConfigError when the model does not know the language."""
         from faster_whisper import WhisperModel
         from faster_whisper.tokenizer import Tokenizer
 
@@ -78,7 +80,7 @@ class WhisperEars:
         )
         many = bool(self._model.model.is_multilingual)
         if language != "en" and not many:
-            raise ValueError(f"agent.language: the whisper model in {model} knows English only")
+            raise ConfigError(f"agent.language: the whisper model in {model} knows English only")
         self._language = language
         self._tokenizer = Tokenizer(self._model.hf_tokenizer, many, "transcribe", language)
         self._prompt = self._model.get_prompt(self._tokenizer, [], without_timestamps=True)

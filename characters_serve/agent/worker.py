@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import zmq.asyncio
 
 from characters_serve import logs
-from characters_serve.config import AgentConfig, Config
+from characters_serve.config import AgentConfig, Config, ConfigError
 from characters_serve.messages import (
     AgentEnd,
     AgentInterrupt,
@@ -95,7 +95,7 @@ class Worker:
     async def _start(self, start: AgentStart) -> None:
         await self._end()
         self._session_id = start.session_id
-        logs.about_session(start.session_id)
+        logs.about_session(start.session_id, start.trace_id)
         self._agent = self._make(start)
         self._outgoing.put_nowait(await self._agent.open())
 
@@ -141,6 +141,9 @@ async def serve(group_dir: Path) -> int:
         await link.ready(details)
         await Worker(link, config, models).run()
         return 0
+    except ConfigError as error:
+        await link.failed(str(error), permanent=True)
+        return 1
     except Exception as error:
         log.exception("leaving")
         await link.failed(f"{type(error).__name__}: {error}")

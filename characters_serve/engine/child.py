@@ -15,7 +15,7 @@ from pathlib import Path
 import zmq
 
 from characters_serve import logs
-from characters_serve.config import Config
+from characters_serve.config import Config, ConfigError
 from characters_serve.processes import ControlLink
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ def run_child(
         logs.configure(config.server.log_format, process=f"{group_dir.name}/{name}")
         serve(config, group_dir, link)
         return 0
+    except ConfigError as error:
+        link.failed(str(error), permanent=True)
+        return 1
     except Exception as error:
         log.exception("leaving")
         link.failed(f"{type(error).__name__}: {error}")

@@ -123,7 +123,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 started_s = time.perf_counter()
                 decoder.start(message.image_rgb)
                 session_id = message.session_id
-                logs.about_session(session_id)
+                logs.about_session(session_id, message.trace_id)
                 elapsed_ms = (time.perf_counter() - started_s) * 1000
                 link.channel.send(CharacterReady(session_id, link.name, elapsed_ms))
                 tell_gpu_memory(link, device)
@@ -133,7 +133,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
                 tell_gpu_memory(link, device)
                 link.channel.send(CharacterEnded(message.session_id, link.name))
                 log.info("character ended; %d latents of other sessions dropped", dropped)
-                logs.about_session(None)
+                logs.about_session()
             case _ if link.answer(message):
                 break
 

@@ -196,7 +196,7 @@ class Rank:
 
     def _start(self, message: StartCharacter) -> None:
         device = self._packed.packed.device
-        logs.about_session(message.session_id)
+        logs.about_session(message.session_id, message.trace_id)
         self._steps, self._told = 0, (0, 0, 0, self._plain_sums())
         self._denoiser.start(image_tensor(message.image_rgb, self._model, device), message.seed)
 
@@ -211,7 +211,7 @@ class Rank:
         tell_gpu_memory(self._link, self._packed.packed.device)
         self._link.channel.send(CharacterEnded(message.session_id, self._link.name))
         log.info("character ended; %d steps of other sessions dropped", self._dropped)
-        logs.about_session(None)
+        logs.about_session()
 
 
 def serve(config: Config, group_dir: Path, link: ControlLink, *, rank: int) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from characters_serve.config import EngineConfig
+from characters_serve.config import ConfigError, EngineConfig
 
 # Whoever supervises the group sees the rank that died at once, and its word names the culprit;
 # the ranks that only miss it keep theirs back for that long.
@@ -128,7 +128,9 @@ class Ranks:
             torch.cuda.synchronize(self._device)
             dist.all_reduce(torch.zeros(1))  # over gloo: every region is zeros now
         if multicast and not handle.multicast_ptr:
-            raise RuntimeError("in_switch_reduction needs multicast, which these GPUs do not have")
+            raise ConfigError(
+                "optimizations.in_switch_reduction needs multicast, which these GPUs do not have"
+            )
         return SharedMemory(region, list(handle.buffer_ptrs), handle.multicast_ptr, handle)
 
     def give(self, order: Order, packed: Tensor) -> None:
@@ -160,7 +162,9 @@ def _refuse_forbidden_multicast() -> None:
     switches = {_NO_MULTICAST: "1", "NCCL_NVLS_ENABLE": "0"}
     off = [f"{name}={value}" for name, value in switches.items() if os.environ.get(name) == value]
     if off:
-        raise RuntimeError(f"in_switch_reduction needs multicast, and it is forbidden: {off[0]}")
+        raise ConfigError(
+            f"optimizations.in_switch_reduction needs multicast, and it is forbidden: {off[0]}"
+        )
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class Fleet(ABC):
         on_gone: Callable[[str, str], None],
         on_metrics: Callable[[str, HostMetrics], None],
         on_ready: Callable[[str, dict[str, str]], None],
+        on_misconfigured: Callable[[str], None],
         on_free: Callable[[], None] = lambda: None,
         host_module: str = HOST_MODULE,
         clock: Callable[[], float] = time.monotonic,
@@ -50,10 +51,12 @@ class Fleet(ABC):
         self._on_gone = on_gone
         self._on_metrics = on_metrics
         self._on_ready = on_ready
+        self._on_misconfigured = on_misconfigured
         self._on_free = on_free
         self._host_module = host_module
         self._clock = clock
         self._groups: dict[str, Group] = {}
+        self._has_served = False
         self._keepers: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
@@ -150,13 +153,20 @@ class Fleet(ABC):
     # ------------------------------------------------------------ groups
 
     async def _keep(self, group_id: str, index: int) -> None:
-        """Keeps one group running for as long as the fleet runs."""
+        """Keeps one group running for as long as the fleet runs.
+
+        Unless the configuration is wrong. What has served was right once, so it is tried again:
+        files that are gone may come back, and other groups still serve.
+        """
         while True:
             try:
                 await self._run_once(group_id, index)
             except (ChildFailed, OSError) as error:
-                log.error("group %s: %s", group_id, error)
                 self._lose(group_id, str(error))
+                if isinstance(error, ChildFailed) and error.permanent and not self._has_served:
+                    self._on_misconfigured(str(error))
+                    return
+                log.error("group %s: %s", group_id, error)
             except Exception as error:  # a bug must cost one group one life, not its keeper
                 log.exception("group %s", group_id)
                 self._lose(group_id, f"{type(error).__name__}: {error}")
@@ -184,6 +194,7 @@ class Fleet(ABC):
         details = await group.start()
         self._groups[group_id] = group
         try:
+            self._has_served = True
             degraded = details.get("degraded", "")
             self.pool.started(group_id, degraded)
             log.info("group %s is ready (pid %s)", group_id, group.pid)

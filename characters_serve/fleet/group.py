@@ -149,6 +149,7 @@ class Group:
         seed: int,
         max_duration_s: float,
         uploaded: bool = False,
+        trace_id: str = "",
     ) -> None:
         request = OpenSession(
             next(self._request_ids),
@@ -159,6 +160,7 @@ class Group:
             max_duration_s,
             self._config.session.idle_timeout_s,
             uploaded,
+            trace_id,
         )
         await self._request(request, OPEN_SHARE * self._config.fleet.reserve_ttl_s)
 

@@ -65,7 +65,8 @@ class HostActor:
             ready = await self._host.start(timeout_s)
         except (ChildFailed, OSError, ValueError) as error:
             self._clean()
-            return encode(Failed("host", str(error)))
+            permanent = isinstance(error, ChildFailed) and error.permanent
+            return encode(Failed("host", str(error), permanent))
         node = {"node": ray.util.get_node_ip_address()}
         return encode(Ready(ready.process, ready.pid, {**ready.details, **node}))
 
@@ -147,8 +148,9 @@ class RayHost:
             raise ChildFailed(f"host: {_words(error)}") from error
         if not isinstance(answer, Ready):
             await self.kill()
-            reason = answer.reason if isinstance(answer, Failed) else type(answer).__name__
-            raise ChildFailed(reason)
+            if isinstance(answer, Failed):
+                raise ChildFailed(answer.reason, permanent=answer.permanent)
+            raise ChildFailed(type(answer).__name__)
         self._pid = answer.pid
         self._listener = asyncio.create_task(self._listen(), name=f"{self._group_id}-listen")
         return answer

@@ -65,8 +65,10 @@ def create_app(
     *,
     host_module: str = HOST_MODULE,
     on_ready: Callable[[dict[str, str]], None] = lambda _details: None,
+    on_misconfigured: Callable[[str], None] = lambda reason: log.error("%s", reason),
 ) -> FastAPI:
-    gateway = Gateway(config, host_module, on_ready)
+    """on_misconfigured: no group can ever start, and why; called for each of them."""
+    gateway = Gateway(config, host_module, on_ready, on_misconfigured)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -113,7 +115,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         key = gateway.authority.creator(request.headers)
         gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
-        wanted = await gateway.requested(body, image, key)
+        wanted = await gateway.requested(body, image, key, request.state.trace_id)
         try:
             session = await gateway.create(wanted, key)
         except NoGroupFree:

@@ -12,8 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from prometheus_client import Gauge
-
 from characters_serve.config import ApiKey, Config, ConfigError
 from characters_serve.fleet.base import Fleet
 from characters_serve.fleet.local import LocalFleet
@@ -47,7 +45,11 @@ class Gateway:
     """What the routes work with."""
 
     def __init__(
-        self, config: Config, host_module: str, on_ready: Callable[[dict[str, str]], None]
+        self,
+        config: Config,
+        host_module: str,
+        on_ready: Callable[[dict[str, str]], None],
+        on_misconfigured: Callable[[str], None],
     ) -> None:
         self.config = config
         self.authority = Authority.from_config(config.server)
@@ -64,25 +66,22 @@ class Gateway:
         self._decoder = asyncio.Lock()
         self._decoding = 0
         self._presets_rgb: dict[str, bytes] = {}
-        self._on_ready = on_ready
         self.fleet: Fleet = fleet_class(config)(
             config,
             on_state=lambda lease, state: self.sessions.on_state(lease, state),
             on_lost=lambda lease, reason: self.sessions.on_lost(lease, reason),
             on_gone=self._group_gone,
             on_metrics=self._host_metrics,
-            on_ready=lambda _group_id, details: self._on_ready(details),
+            on_ready=lambda _group_id, details: on_ready(details),
+            on_misconfigured=on_misconfigured,
             on_free=lambda: self.sessions.admit(),
             host_module=host_module,
         )
         self.metrics = Metrics(
             sessions_by_state=lambda: self.sessions.counts(),
             groups_by_state=lambda: {str(s): n for s, n in self.fleet.pool.counts().items()},
+            tasks=lambda: len(asyncio.all_tasks()),
         )
-        tasks = Gauge(
-            "characters_gateway_tasks", "Of its event loop", registry=self.metrics.registry
-        )
-        tasks.set_function(lambda: len(asyncio.all_tasks()))
         queue = WaitingQueue(config.server.queue_size, config.server.queue_timeout_s)
         self.sessions = Sessions(config.session, self.fleet, self.metrics, queue)
 
@@ -227,7 +226,7 @@ class Gateway:
         return self._presets_rgb[character.character_id]
 
     async def requested(
-        self, body: CreateBody, image: bytes | None, key: ApiKey | None
+        self, body: CreateBody, image: bytes | None, key: ApiKey | None, trace_id: str
     ) -> SessionRequest:
         """What a visitor asked for, checked and decoded; holds no group yet."""
         longest_s = self.config.session.max_duration_s
@@ -252,6 +251,7 @@ class Gateway:
             seed=secrets.randbits(31) if body.seed is None else body.seed,
             max_duration_s=body.max_duration_s or longest_s,
             owner=None if key is None else key.name,
+            trace_id=trace_id,
         )
 
     def _preset(self, body: CreateBody) -> Character:

@@ -19,7 +19,7 @@ from characters_serve.fleet.base import Fleet, LeaseLost
 from characters_serve.fleet.group import FromHost, Group, GroupGone, RequestRefused
 from characters_serve.fleet.pool import Lease
 from characters_serve.fleet.queue import WaitingQueue
-from characters_serve.logs import shown
+from characters_serve.logs import of_session, shown
 from characters_serve.messages import Persona, PictureReport, SessionState
 from characters_serve.metrics import Metrics, end_reason
 
@@ -55,12 +55,13 @@ class SessionRequest:
     seed: int
     max_duration_s: float
     owner: str | None = None
+    trace_id: str = ""
 
 
 @dataclass(slots=True)
 class Session:
     """owner: the name of the server key that made it; connected: it has been live once;
-    picture: of an uploaded one, once it was tried."""
+    picture: of an uploaded one, once it was tried; trace_id: of the request that made it."""
 
     session_id: str
     character: str | None
@@ -69,6 +70,7 @@ class Session:
     changed_s: float
     state: State = "queued"
     owner: str | None = None
+    trace_id: str = ""
     connected: bool = False
     reason: str = ""
     picture: PictureReport | None = None
@@ -102,7 +104,7 @@ def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None
 
 
 def _about(session: Session) -> dict[str, Any]:
-    about = {"session": shown(session.session_id)}
+    about = of_session(session.session_id, session.trace_id)
     if session.lease is None:
         return about
     return {**about, "group": session.lease.group_id, "lease_epoch": session.lease.epoch}
@@ -167,6 +169,7 @@ class Sessions:
             request.max_duration_s,
             now_s,
             owner=request.owner,
+            trace_id=request.trace_id,
         )
         self._sessions[session_id] = session
         self._metrics.sessions_created.inc()
@@ -216,10 +219,9 @@ class Sessions:
         receive: Callable[[FromHost], None],
     ) -> tuple[Group, int]:
         """Opens a voice agent's socket on the session's host."""
-        async with session.offers:
-            await self._prepared(session, wait_s)
-            group = self._fleet.group(self._lease(session))
-            return group, await group.open_external(session.session_id, takeover, receive)
+        await self._prepared(session, wait_s)
+        group = self._fleet.group(self._lease(session))
+        return group, await group.open_external(session.session_id, takeover, receive)
 
     async def interrupt(self, session: Session) -> None:
         await self._fleet.group(self._lease(session)).interrupt(session.session_id)
@@ -295,6 +297,7 @@ class Sessions:
                 request.seed,
                 request.max_duration_s,
                 uploaded=request.character is None,
+                trace_id=request.trace_id,
             )
         except (RequestRefused, LeaseLost) as error:
             self._finish(session, "failed", str(error))

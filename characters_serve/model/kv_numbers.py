@@ -15,7 +15,7 @@ from torch import Tensor
 
 from characters_kernels.attention import backend, fp8_attention
 from characters_kernels.fp8 import E4M3, dequantise, quantise, scale_for
-from characters_serve.config import ModelConfig, Optimizations
+from characters_serve.config import ConfigError, ModelConfig, Optimizations
 from characters_serve.model.attention import attention
 
 
@@ -70,7 +70,10 @@ class Fp8Numbers:
         self, model: ModelConfig, device: torch.device, dtype: torch.dtype, saturated: Tensor
     ) -> None:
         self.scales_QKV = torch.ones(3, model.num_blocks, model.num_heads, device=device)
-        self.attention_backend = backend(device)
+        try:
+            self.attention_backend = backend(device)
+        except ValueError as error:
+            raise ConfigError(f"optimizations.fp8_kv_cache: {error}") from None
         self._attention = fp8_attention(self.attention_backend)
         self.model_dtype = dtype
         self._saturated = saturated

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from characters_serve.config import ModelConfig
+from characters_serve.config import ConfigError, ModelConfig
 from characters_serve.model.audio import log_mel_for
 from characters_serve.model.decoders.latent_video import LatentVideoDecoder, make_autoencoder
 from characters_serve.model.decoders.reference_warp import VideoDecoder
@@ -45,7 +45,7 @@ _FLOATS = {
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 
 
-class WeightsError(ValueError):
+class WeightsError(ConfigError):
     """A checkpoint that does not fit the model; the message names the file and the keys."""
 
 
@@ -171,10 +171,17 @@ def check_network(network: nn.Module, folder: Path, name: str) -> dict[Path, lis
 
     The network may be on the meta device. Returns the keys of each file. Raises WeightsError.
     """
+    try:
+        return _check_files(network, folder, name)
+    except WeightsError as error:
+        raise WeightsError(f"model.weights: {error}") from error
+
+
+def _check_files(network: nn.Module, folder: Path, name: str) -> dict[Path, list[str]]:
     files = sorted(folder.glob(f"{name}*.safetensors"))
     if not files:
         raise WeightsError(
-            f"model.weights: no {name}*.safetensors in {folder}; `characters convert` makes them "
+            f"no {name}*.safetensors in {folder}; `characters convert` makes them "
             "of a published checkpoint and its --vae"
         )
     refuse_absent_shards(files)

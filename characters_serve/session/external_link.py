@@ -8,6 +8,7 @@ by its own connection and nothing is dropped. Knows no WebSocket.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -32,6 +33,8 @@ from characters_serve.messages import (
 
 MAX_QUEUED_MS: Final = 60_000.0
 ROOM_POLL_S: Final = 0.1
+# Who opens a socket anew may be here before the end of the one that it lost.
+LEAVES_WITHIN_S: Final = 1.0
 # WebSocket close codes: the usual ones, and the HTTP statuses from 4000 on.
 CLOSED, REPLACED = 1000, 4409
 
@@ -49,17 +52,27 @@ class ExternalLink:
         self._queued_ms = queued_ms
         self._post = post
         self._socket_id: int | None = None
+        self._vacant = asyncio.Event()
+        self._closed = False
         self._owed_bytes = 0
         self._waiting: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------ the gateway's side
 
-    def open(self, request: ExternalOpen) -> Done | Refused:
-        if self._socket_id is not None:
-            if not request.takeover:
-                return Refused(request.request_id, 409, "the session has a voice agent already")
+    async def open(self, request: ExternalOpen) -> Done | Refused:
+        """With takeover at once; else when there is no other, for whose end it waits a moment."""
+        if request.takeover:
             self._drop(REPLACED, "another voice agent took over")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVES_WITHIN_S):
+                while self._socket_id is not None:
+                    await self._vacant.wait()
+        if self._closed:
+            return Refused(request.request_id, 409, "the session is ending")
+        if self._socket_id is not None:
+            return Refused(request.request_id, 409, "the session has a voice agent already")
         self._socket_id = request.request_id
+        self._vacant.clear()
         self.agent.connect()
         return Done(request.request_id)
 
@@ -75,12 +88,11 @@ class ExternalLink:
 
     def lost(self, frame: ExternalClose) -> None:
         if frame.socket_id == self._socket_id:
-            self._socket_id = None
-            self._owed_bytes = 0
-            self.agent.disconnect()
+            self._let_go()
 
     async def close(self, reason: str) -> None:
         """The session ends: nothing of the socket is left."""
+        self._closed = True
         await self.agent.close()
         self._drop(CLOSED, reason)
         if self._waiting is not None:
@@ -89,10 +101,14 @@ class ExternalLink:
 
     def _drop(self, code: int, reason: str) -> None:
         if self._socket_id is not None:
-            self.agent.disconnect()
             self._post(ExternalClose(self._session_id, self._socket_id, code, reason))
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.agent.disconnect()
         self._socket_id = None
         self._owed_bytes = 0
+        self._vacant.set()
 
     def _give_room(self) -> None:
         if self._queued_ms() < MAX_QUEUED_MS:

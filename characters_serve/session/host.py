@@ -56,7 +56,7 @@ from characters_serve.session.live import LiveSession, OfferConflict, SessionLin
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rehearsal import SESSION_ID as REHEARSAL_ID
 from characters_serve.session.rehearsal import least_expression, rehearse
-from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
+from characters_serve.session.self_test import SESSION_ID, TrialFailed, run_self_test
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Host:
         self._session: LiveSession | None = None
         self._external: ExternalLink | None = None
         self._session_id: str | None = None
+        self._trace_id = ""
         self._trial_chunks: asyncio.Queue[VideoChunk] = asyncio.Queue()
         diffusion = config.engine.kind == "diffusion"
         self._least_expression = least_expression(config.model) if diffusion else None
@@ -105,13 +106,14 @@ class Host:
         try:
             details = await self._children.start()
         except (ChildFailed, OSError) as error:
-            await self._link.failed(str(error))
+            permanent = isinstance(error, ChildFailed) and error.permanent
+            await self._link.failed(str(error), permanent=permanent)
             await asyncio.sleep(LAST_WORD_S)
             return 1
         await self._link.warming()
         try:
             details |= await self._warm_up()
-        except (SelfTestFailed, TimeoutError) as error:
+        except (TrialFailed, TimeoutError) as error:
             await self._link.failed(str(error))
             await self._children.kill()
             await asyncio.sleep(LAST_WORD_S)
@@ -142,7 +144,7 @@ class Host:
         if self._session_id is None:
             return {}
         epoch = self._session.epoch if self._session is not None else 0
-        return {"session": logs.shown(self._session_id), "epoch": epoch}
+        return {**logs.of_session(self._session_id, self._trace_id), "epoch": epoch}
 
     async def _warm_up(self) -> dict[str, str]:
         """The self-test's findings for Ready's details; a child that dies in it ends it."""
@@ -153,7 +155,7 @@ class Host:
         if not test.done():
             test.cancel()
             await asyncio.gather(test, return_exceptions=True)
-            raise SelfTestFailed(f"self-test: {self._faulty.result()}")
+            raise TrialFailed(f"self-test: {self._faulty.result()}")
         result = test.result()
         self._counters.gauge("self_test_period_ms", round(result.period_ms, 1))
         self._counters.gauge("group_degraded", float(not result.fast_enough))
@@ -228,7 +230,7 @@ class Host:
             case ExternalOpen():
                 if self._external is None:
                     return Refused(number, 409, "agent.kind is not external")
-                return self._external.open(request)
+                return await self._external.open(request)
             case CloseSession():
                 await self._close_session(request.reason, "ended")
         return Done(number)
@@ -243,15 +245,17 @@ class Host:
         async with self._changing:
             if self._session_id is not None:
                 return Refused(number, 409, "the group has a session")
-            self._session_id = request.session_id
+            self._session_id, self._trace_id = request.session_id, request.trace_id
             self._early = []
             self._state("starting", "")
             try:
                 picture = await self._try_picture(request)
-                start = StartCharacter(request.session_id, request.image_rgb, request.seed)
+                start = StartCharacter(
+                    request.session_id, request.image_rgb, request.seed, request.trace_id
+                )
                 await self._children.start_character(start)
                 agent = await self._start_agent(request)
-            except (TimeoutError, SelfTestFailed) as error:
+            except (TimeoutError, TrialFailed) as error:
                 self._fault(str(error))
                 return Refused(number, 503, str(error))
             links = SessionLinks(
@@ -283,7 +287,8 @@ class Host:
 
     async def _start_agent(self, request: OpenSession) -> AgentStarted | None:
         if self._config.agent.kind != "external":
-            start = AgentStart(request.session_id, request.persona, self._config.agent.greet)
+            greet = self._config.agent.greet
+            start = AgentStart(request.session_id, request.persona, greet, request.trace_id)
             return await self._children.start_agent(start)
         self._external = ExternalLink(
             request.session_id,
@@ -332,7 +337,7 @@ class Host:
                     self._fault(str(error))
             give_back_memory()
             self._state(final, reason)
-            self._session_id = None
+            self._session_id, self._trace_id = None, ""
             for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 

@@ -122,7 +122,10 @@ class LiveSession:
         )
         self._lifecycle = Lifecycle(_limits(config, request), now_s)
         self._trace = open_trace(
-            config.server.trace_dir, request.session_id, chunk_s=model.chunk_period_s
+            config.server.trace_dir,
+            request.session_id,
+            request.trace_id,
+            chunk_s=model.chunk_period_s,
         )
         self._peer: Peer | None = None
         self._offers = asyncio.Lock()

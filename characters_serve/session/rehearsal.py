@@ -24,7 +24,7 @@ from characters_serve.model.idle_controls import CONTROL_NAMES, neutral
 from characters_serve.session.chunker import window_geometry
 from characters_serve.session.self_test import Engine, play
 
-SESSION_ID: Final = "rehearsal"
+SESSION_ID: Final = "picture rehearsal"
 REST_CHUNKS: Final = 2
 ACT_CHUNKS: Final = 2
 CHUNKS: Final = REST_CHUNKS + ACT_CHUNKS

@@ -27,8 +27,8 @@ NO_CHUNK_S: Final = 20.0
 _GREY: Final = 128
 
 
-class SelfTestFailed(RuntimeError):
-    """The engine delivers nothing; the message says what was waited for."""
+class TrialFailed(RuntimeError):
+    """The engine does not deliver an invented session; the message says which, and what of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ async def run_self_test(
     next_chunk: Callable[[], Awaitable[VideoChunk]],
     clock: Callable[[], float],
 ) -> SelfTest:
-    """Raises SelfTestFailed when a chunk does not come, TimeoutError when the engine is mute."""
+    """Raises TrialFailed when a chunk does not come, TimeoutError when the engine is mute."""
     model = config.model
     image = bytes([_GREY]) * (3 * model.width * model.height)
     chunker = Chunker(model, SESSION_ID, seed=0)
@@ -81,20 +81,21 @@ async def play(
     model: ModelConfig,
     next_chunk: Callable[[], Awaitable[VideoChunk]],
 ) -> AsyncIterator[VideoChunk]:
-    """The chunks of steps that are handed out on credit; raises SelfTestFailed where one does not
+    """The chunks of steps that are handed out on credit; raises TrialFailed where one does not
     come, or another."""
+    trial = steps[0].session_id
     for step in steps[:CREDITS]:
         await engine.send_step(step)
     for number in range(len(steps)):
         try:
             chunk = await asyncio.wait_for(next_chunk(), NO_CHUNK_S)
         except TimeoutError:
-            raise SelfTestFailed(
-                f"self-test: no chunk {number} from the engine in {NO_CHUNK_S:g} s"
+            raise TrialFailed(
+                f"{trial}: no chunk {number} from the engine in {NO_CHUNK_S:g} s"
             ) from None
         if chunk.chunk_index != number or len(chunk.frames_i420) != model.frames_per_chunk:
-            raise SelfTestFailed(
-                f"self-test: chunk {chunk.chunk_index} with {len(chunk.frames_i420)} frames came "
+            raise TrialFailed(
+                f"{trial}: chunk {chunk.chunk_index} with {len(chunk.frames_i420)} frames came "
                 f"where chunk {number} with {model.frames_per_chunk} was due"
             )
         yield chunk

@@ -2,8 +2,8 @@
 
 Chrome's trace format, one file for each session, one line for each event, one lane for each hop.
 Times are CLOCK_MONOTONIC, which the processes of one machine share. Holds numbers only: no words,
-no secret, and the first characters of the session's id. A disk that is full ends the trace, not
-the session.
+no secret, the first characters of the session's id, and the id of its W3C trace, as the name of
+what is traced. A disk that is full ends the trace, not the session.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class NoTrace:
     def close(self) -> None: ...
 
 
-def open_trace(folder: str | None, session_id: str, *, chunk_s: float) -> Tracer:
+def open_trace(folder: str | None, session_id: str, trace_id: str, *, chunk_s: float) -> Tracer:
     """folder: server.trace_dir; chunk_s: how long a chunk plays."""
     if folder is None:
         return NoTrace()
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{shown(session_id)}.json"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return Trace(Path(folder) / name, shown(session_id), chunk_s)
+        title = f"session {shown(session_id)}, trace {trace_id}"
+        return Trace(Path(folder) / name, title, chunk_s)
     except OSError as error:
         log.warning("no trace is written: %s", error)
         return NoTrace()
@@ -63,7 +64,7 @@ class Trace:
         self._playing = -1
         self._file: IO[str] | None = path.open("w", buffering=_BUFFER_BYTES)
         self._separator = "[\n"
-        self._name("process_name", 0, f"session {title}")
+        self._name("process_name", 0, title)
         for lane, words in enumerate(LANES):
             self._name("thread_name", lane, words)
 

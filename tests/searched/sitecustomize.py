@@ -66,10 +66,14 @@ def search(_number: int, frame: FrameType | None) -> None:
     for holder in held:
         if id(holder) in mine:
             continue
-        for value in (holder, *gc.get_referents(holder)):
+        values = [holder, *gc.get_referents(holder)]
+        for value in values:
             if id(value) not in seen:
                 seen.add(id(value))
                 found |= found_in(value, secrets, words)
+                # A dict or tuple of nothing but plain values is no holder to the collector.
+                if type(value) in (dict, tuple) and not gc.is_tracked(value):
+                    values += gc.get_referents(value)
     unfinished = path.with_suffix(f".{pid}-unfinished")
     unfinished.write_text("\n".join(lines[number] for number in found))
     unfinished.rename(path.with_suffix(f".{pid}"))

@@ -142,13 +142,14 @@ class HostParent:
         await self.child.send(make(number))
         return await asyncio.wait_for(future, 30)
 
-    async def open(self, session_id: str, **changes: float) -> Message:
+    async def open(
+        self, session_id: str, max_duration_s: float = 600.0, idle_timeout_s: float = 600.0
+    ) -> Message:
         model = self.config.model
         image = np.full((model.height, model.width, 3), 128, np.uint8).tobytes()
-        limits = {"max_duration_s": 600.0, "idle_timeout_s": 600.0, **changes}
         return await self.ask(
             lambda number: OpenSession(
-                number, session_id, image, PERSONA, 1, uploaded=False, **limits
+                number, session_id, image, PERSONA, 1, max_duration_s, idle_timeout_s
             )
         )
 

@@ -21,7 +21,7 @@ from characters_serve.agent.whisper_ears import (
     find_model,
     repeats,
 )
-from characters_serve.config import AgentConfig
+from characters_serve.config import AgentConfig, ConfigError
 from tests.e2e.speech import question_pcm
 
 HEARD = Hearing(
@@ -136,7 +136,7 @@ def test_whisper_by_name_is_had_or_refused(tmp_path: Path) -> None:
         AgentConfig(recogniser="whisper", whisper_model=str(tmp_path)),
         AgentConfig(whisper_model=str(tmp_path)),
     ):
-        with pytest.raises(RuntimeError, match=r"agent\.recogniser"):
+        with pytest.raises(ConfigError, match=r"agent\.recogniser"):
             load_ears(config)
 
 

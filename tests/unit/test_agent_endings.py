@@ -8,7 +8,7 @@ import pytest
 from characters_serve.agent.endings import TRAILING, WHOLE, silence_to_end
 from characters_serve.agent.local import load_smart_turn
 from characters_serve.agent.smart_turn import SmartTurn, find_smart_turn, log_mel, mel_filters
-from characters_serve.config import AgentConfig
+from characters_serve.config import AgentConfig, ConfigError
 from tests.e2e.speech import question_pcm
 
 
@@ -131,5 +131,5 @@ def test_a_model_that_is_asked_for_by_name_is_had_or_refused(
     assert load_smart_turn(AgentConfig(end_of_turn="words")) is None
     monkeypatch.setattr("characters_serve.agent.smart_turn.PACKAGE", "no_such_package")
     assert load_smart_turn(AgentConfig()) is None
-    with pytest.raises(RuntimeError, match=r"agent\.end_of_turn"):
+    with pytest.raises(ConfigError, match=r"agent\.end_of_turn"):
         load_smart_turn(AgentConfig(end_of_turn="melody"))

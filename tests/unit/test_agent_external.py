@@ -32,6 +32,7 @@ from characters_serve.messages import (
     UserAudio,
     UserSpeech,
 )
+from characters_serve.session import external_link
 from characters_serve.session.external_link import ExternalLink
 
 
@@ -249,14 +250,15 @@ class LinkRig:
         return [message for message in self.posted if isinstance(message, kind)]
 
 
-async def test_one_socket_at_a_time_and_a_takeover() -> None:
+async def test_one_socket_at_a_time_and_a_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_link, "LEAVES_WITHIN_S", 0.01)
     rig = LinkRig()
-    assert rig.link.open(ExternalOpen(1, "s", False)) == Done(1)
-    refused = rig.link.open(ExternalOpen(2, "s", False))
+    assert await rig.link.open(ExternalOpen(1, "s", False)) == Done(1)
+    refused = await rig.link.open(ExternalOpen(2, "s", False))
     assert isinstance(refused, Refused) and refused.status == 409
     rig.text(1, type="start", sample_rate=8000)
     rig.pcm(1, b"\1\1")
-    assert rig.link.open(ExternalOpen(3, "s", True)) == Done(3)
+    assert await rig.link.open(ExternalOpen(3, "s", True)) == Done(3)
     assert [close.socket_id for close in rig.posts(ExternalClose)] == [1]
     assert isinstance(rig.events[-1], AgentAudio) and rig.events[-1].last
     rig.pcm(1, b"\1\1")  # still on its way when it was replaced
@@ -277,9 +279,28 @@ async def test_one_socket_at_a_time_and_a_takeover() -> None:
     assert len(rig.posted) == count and rig.events[-1].last is False
 
 
+async def test_who_is_back_before_the_old_socket_has_ended_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(external_link, "LEAVES_WITHIN_S", 60.0)
+    rig = LinkRig()
+    assert await rig.link.open(ExternalOpen(1, "s", False)) == Done(1)
+    back, other = (asyncio.create_task(rig.link.open(ExternalOpen(n, "s", False))) for n in (2, 3))
+    await asyncio.sleep(0)
+    rig.link.lost(ExternalClose("s", 1, 1000, ""))
+    assert await back == Done(2)
+    rig.text(2, type="start", sample_rate=8000)
+    rig.pcm(2, b"\1\1")
+    assert isinstance(rig.events[-1], AgentAudio)
+    assert not other.done()
+    await rig.link.close("over")
+    assert await other == Refused(3, 409, "the session is ending")
+    assert [close.socket_id for close in rig.posts(ExternalClose)] == [2]
+
+
 async def test_a_fast_sender_is_held_back_until_there_is_room() -> None:
     rig = LinkRig()
-    rig.link.open(ExternalOpen(1, "s", False))
+    await rig.link.open(ExternalOpen(1, "s", False))
     rig.text(1, type="start", sample_rate=8000)
     taken = sum(room.num_bytes for room in rig.posts(ExternalRoom))
     rig.pcm(1, bytes(1000))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from characters_serve.agent.voice import Voice, load_voice, missing_for
-from characters_serve.config import load_config
+from characters_serve.config import ConfigError, load_config
 from characters_serve.doctor import examine
 
 
@@ -30,7 +30,7 @@ def test_a_voice_speaks_at_once_and_as_loud_as_a_call(name: str) -> None:
 
 def test_a_voice_that_is_not_there_is_refused_and_told(tmp_path: Path) -> None:
     name = str(tmp_path / "nobody.onnx")
-    with pytest.raises(RuntimeError, match=r"agent\.voice: .*cannot speak"):
+    with pytest.raises(ConfigError, match=r"agent\.voice: .*cannot speak"):
         load_voice(name)
     findings = {f.subject: f for f in examine(load_config([], [f"agent.voice={name}"]))}
     assert not findings["voice"].good and "cannot speak" in findings["voice"].words

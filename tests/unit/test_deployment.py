@@ -107,7 +107,7 @@ async def test_every_metric_that_they_name_is_exported_by_a_live_server(tmp_path
                 text = (await http.get("/metrics")).text
         await peer.close()
     # A group on GPUs reports one thing more.
-    on_gpu, counters = Metrics(sessions_by_state=dict, groups_by_state=dict), Counters()
+    on_gpu, counters = Metrics(sessions_by_state=dict, groups_by_state=dict, tasks=int), Counters()
     counters.engine(GpuMemory("rank0", 80 * 10**9))
     on_gpu.absorb("g0", counters.take())
     text += on_gpu.render().decode()

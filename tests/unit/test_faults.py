@@ -60,13 +60,13 @@ class Server(serving.Server):
             while (await http.get("/healthz/ready")).json()["free"] != groups:
                 await asyncio.sleep(0.1)
 
+    def lines_about(self, session_id: str) -> list[dict[str, Any]]:
+        lines = map(json.loads, self.log.read_text().splitlines())
+        return [line for line in lines if line.get("session") == session_id[:8]]
+
     def group_of(self, session_id: str) -> str:
         """The group that holds a session, as the log has it."""
-        for line in self.log.read_text().splitlines():
-            said = json.loads(line)
-            if said.get("session") == session_id[:8] and "group" in said:
-                return str(said["group"])
-        raise AssertionError("the log does not know the session")
+        return next(str(said["group"]) for said in self.lines_about(session_id) if "group" in said)
 
     def process_of(self, group: str, module: str) -> psutil.Process:
         (found,) = (
@@ -85,6 +85,7 @@ class Client:
     session: dict[str, Any]
     browser: Browser
     token: str
+    trace_id: str
 
     async def status(self) -> dict[str, Any]:
         answer = await self.http.get(
@@ -126,7 +127,8 @@ async def client(server: Server) -> AsyncIterator[Client]:
                 await asyncio.sleep(0.3)
         assert created.status_code == 201, created.text
         session, browser = created.json(), Browser(microphone=False)
-        page = Client(http, session, browser, session["client_secret"]["value"])
+        trace_id = created.headers["traceresponse"].split("-")[1]
+        page = Client(http, session, browser, session["client_secret"]["value"], trace_id)
         await page.reach("ready")
         answer = await http.post(
             f"/v1/sessions/{session['id']}/webrtc",
@@ -326,6 +328,9 @@ async def test_an_engine_that_talks_nonsense_fails_its_session(server: Server, k
 async def test_an_agent_that_cannot_think_is_told_and_the_session_goes_on(server: Server) -> None:
     async with client(server) as page:
         await until(lambda: any(event["type"] == "error" for event in page.browser.events))
+        about = server.lines_about(page.session["id"])
+        assert {line["process"].rpartition("/")[2] for line in about} == {"", "host", "agent"}
+        assert {line["trace_id"] for line in about} == {page.trace_id}
         error = next(e["data"] for e in page.browser.events if e["type"] == "error")
         assert error["fatal"] is False and "realtime" in error["message"]
         await page.watches()

@@ -105,6 +105,29 @@ async def test_a_stopped_host_is_killed_and_rebuilt(engine: Engine) -> None:
         assert not is_alive(pid)
 
 
+async def test_a_wrong_configuration_is_told_and_not_tried_again(engine: Engine) -> None:
+    config = engine.config("fleet.groups=2", "model.weights=/nowhere")
+    async with running(config) as (fleet, heard):
+        await until(lambda: len(heard.mistakes) == 2)
+        assert all("model.weights: there is no /nowhere" in said for said in heard.mistakes)
+        await asyncio.sleep(5 * pool_module.FIRST_BACKOFF_S)
+        assert len(heard.gone) == 2 and fleet.pool.counts()["unhealthy"] == 2
+
+
+async def test_weights_that_have_served_may_come_back(
+    engine: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    weights = tmp_path_factory.mktemp("weights")
+    async with running(engine.config(f"model.weights={weights}")) as (fleet, heard):
+        lease = await leased(fleet)
+        weights.rmdir()
+        await fleet.group(lease).say("s1", "crash")
+        await until(lambda: len(heard.gone) > 1)
+        weights.mkdir()
+        await until(lambda: fleet.pool.counts()["ready"])
+        assert heard.mistakes == []
+
+
 async def test_a_pending_request_ends_with_its_host(engine: Engine) -> None:
     async with running(engine.config()) as (fleet, _heard):
         lease = await leased(fleet)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -634,6 +635,8 @@ async def test_a_bug_is_a_500_without_its_details(
     response = await api.http.post("/v1/sessions", json={"character": "ada"})
     problem(response, 500)
     assert "secret reason" not in response.text and "secret reason" in caplog.text
+    (traced,) = (vars(r)["trace_id"] for r in caplog.records if "trace_id" in vars(r))
+    assert response.headers["traceresponse"].split("-")[1] == traced
     assert response.headers["x-content-type-options"] == "nosniff"
     assert api.groups("ready") == 1
 
@@ -819,6 +822,7 @@ async def test_requests_of_one_address_are_429_and_those_of_another_served(
         response = await api.http.get("/v1/characters")
         problem(response, 429)
         assert int(response.headers["retry-after"]) >= 1
+        assert await closed_with(api.app, f"/v1/sessions/{'0' * 32}/audio", {}) == 4429
         assert (await api.http.get("/healthz/live")).status_code == 200
         elsewhere = httpx.ASGITransport(api.app, client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=elsewhere, base_url=BASE) as other:
@@ -973,7 +977,8 @@ async def closed_with(app: Any, url: str, headers: dict[str, str]) -> int:
     raw = [(b"host", b"127.0.0.1:8080")]
     raw += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "websocket", "path": url, "raw_path": url.encode(), "query_string": b""}
-    await app({**scope, "headers": raw, "subprotocols": []}, receive, sent.put)
+    scope |= {"headers": raw, "subprotocols": [], "client": ("127.0.0.1", 1)}
+    await app(scope, receive, sent.put)
     messages = [sent.get_nowait() for _ in range(sent.qsize())]
     return next(int(m["code"]) for m in messages if m["type"] == "websocket.close")
 
@@ -1051,6 +1056,8 @@ async def test_preflights_are_answered_for_allowed_origins(tmp_path: Path) -> No
         assert response.headers["access-control-allow-origin"] == "https://app.example"
         assert "PATCH" in response.headers["access-control-allow-methods"]
         assert "application/sdp" in response.headers["accept-post"]
+        assert "traceparent" in response.headers["access-control-allow-headers"]
+        assert "traceresponse" in response.headers["access-control-expose-headers"]
         problem(
             await api.http.options(url, headers={"Origin": "https://evil.example"}), 403, "Origin"
         )
@@ -1069,6 +1076,22 @@ async def test_no_secret_and_no_sdp_reach_the_log(
     about = [vars(record) for record in caplog.records if "session" in vars(record)]
     assert {fields["session"] for fields in about} == {session["id"][:8]}
     assert all(fields["lease_epoch"] > 0 and fields["group"] for fields in about)
+
+
+async def test_a_session_is_part_of_the_trace_of_who_made_it(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{theirs}-00f067aa0ba902b7-01"}
+    with caplog.at_level("INFO", "characters_serve"):
+        made = await api.http.post("/v1/sessions", json={"character": "ada"}, headers=headers)
+        session = made.json()
+        assert re.fullmatch(rf"00-{theirs}-[0-9a-f]{{16}}-00", made.headers["traceresponse"])
+        await api.reach(session, "ready")
+        await api.http.delete(f"/v1/sessions/{session['id']}", headers=secret_of(session))
+        await api.reach(session, "ended")
+    about = [vars(record) for record in caplog.records if "session" in vars(record)]
+    assert len(about) >= 3 and {fields["trace_id"] for fields in about} == {theirs}
 
 
 # ---------------------------------------------------------------- the rest of the surface

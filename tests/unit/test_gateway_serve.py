@@ -183,6 +183,7 @@ async def test_a_second_signal_ends_it_now(tmp_path: Path, how: signal.Signals) 
 async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
     words = "the quick brown vixen"
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     async with (
         server(
             tmp_path / "run",
@@ -191,6 +192,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
         ) as running,
         httpx.AsyncClient(base_url=running.url, timeout=30) as http,
     ):
+        http.headers["traceparent"] = f"00-{trace_id}-00f067aa0ba902b7-01"
         heard: list[dict[str, Any]] = []
         session, peer = await connect(http, heard)
         await reach(http, session, "live")
@@ -214,6 +216,7 @@ async def test_json_logs_follow_a_session_and_hold_nothing_of_it(tmp_path: Path)
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line["session"] for line in lines if "session" in line} >= {session["id"][:8]}
     ours = [line for line in lines if line.get("session") == session["id"][:8]]
+    assert {line["trace_id"] for line in ours} == {trace_id}
     assert any(line["lease_epoch"] > 0 for line in ours if "lease_epoch" in line)
     spoken = [str(data["text"]) for data in heard if data.get("text")]
     strangers = [line for line in lines if line["logger"].startswith("uvicorn")]
@@ -283,6 +286,22 @@ async def test_a_taken_port_is_named() -> None:
     await taken.wait_closed()
     assert process.returncode == cli.EXIT_CONFIG
     assert b"server.port: cannot listen" in errors and b"already in use" in errors
+
+
+async def test_weights_that_are_not_there_end_the_server_with_one_line(tmp_path: Path) -> None:
+    """Told by the engine's own processes, through their host."""
+    settings = ("server.port=0", "agent.kind=none", f"model.weights={tmp_path / 'none'}")
+    process = await asyncio.create_subprocess_exec(
+        *serve_command(*settings),
+        "--log-level=error",
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    (said,) = errors.decode().splitlines()
+    assert said.startswith("characters: no group can start: host: ")
+    assert "model.weights: no " in said and str(tmp_path / "none") in said
+    assert process.returncode == cli.EXIT_CONFIG
 
 
 def test_doctor_says_what_will_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,8 +43,11 @@ def test_a_line_says_which_session_and_epoch_it_is_about() -> None:
     epoch = 4
     assert line("something")["epoch"] == 4, "read when the line is written"
     assert line("something", session="other", lease_epoch=9)["session"] == "other"
-    logs.about_session(None)
-    assert "session" not in line("something")
+    logs.about_session("0123456789abcdef" * 2, "4bf92f35" * 4)
+    said = line("something")
+    assert said["session"] == "01234567" and said["trace_id"] == "4bf92f35" * 4
+    logs.about_session()
+    assert not {"session", "trace_id"} & set(line("something"))
 
 
 def test_an_error_has_its_trace() -> None:

@@ -22,7 +22,9 @@ FPS = 24
 
 
 def registry() -> Metrics:
-    return Metrics(sessions_by_state=lambda: {"live": 1}, groups_by_state=lambda: {"ready": 2})
+    return Metrics(
+        sessions_by_state=lambda: {"live": 1}, groups_by_state=lambda: {"ready": 2}, tasks=lambda: 3
+    )
 
 
 class InventedPeer:

@@ -25,6 +25,7 @@ from characters_serve.session.rehearsal import (
     rehearsal_steps,
     rehearse,
 )
+from characters_serve.session.self_test import TrialFailed
 
 MODEL = ModelConfig(width=192, height=128)
 
@@ -62,9 +63,10 @@ def test_expression_is_a_strong_change_in_few_places_whatever_the_light() -> Non
 class Painter:
     """An engine whose faces brighten by `levels` when the eyes close."""
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, levels: int, frames: int = MODEL.frames_per_chunk) -> None:
         self.calls: list[str] = []
         self._levels = levels
+        self._frames = frames
         self._steps: asyncio.Queue[StepInput] = asyncio.Queue()
 
     async def start_character(self, message: StartCharacter) -> None:
@@ -82,7 +84,7 @@ class Painter:
         face = np.full((MODEL.height, MODEL.width), 80, np.uint8)
         face[64:80, 80:104] += np.uint8(self._levels * closed)
         luma = face.tobytes()
-        frames = [luma + bytes([128]) * (len(luma) // 2)] * MODEL.frames_per_chunk
+        frames = [luma + bytes([128]) * (len(luma) // 2)] * self._frames
         return VideoChunk(
             SESSION_ID, 0, step.chunk_index, frames, step.voice_48k, 0, 0.0, False, 2, 1.0, 1.0
         )
@@ -99,6 +101,11 @@ async def test_a_picture_that_hardly_moves_is_not_familiar_and_nothing_of_it_sta
     assert not (await stiff.report()).familiar
     assert stiff.calls == [f"start {SESSION_ID}", f"end {SESSION_ID}"]
     assert stiff._steps.empty() and CHUNKS > REST_CHUNKS
+
+
+async def test_a_picture_that_cannot_be_tried_is_not_called_a_self_test() -> None:
+    with pytest.raises(TrialFailed, match="picture rehearsal: chunk 0 with 3 frames came"):
+        await Painter(60, frames=3).report()
 
 
 def test_the_verdict_belongs_to_the_weights(tmp_path: Path) -> None:

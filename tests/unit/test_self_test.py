@@ -11,7 +11,7 @@ from characters_serve.config import AgentConfig, Config, EngineConfig, ModelConf
 from characters_serve.messages import StartCharacter, StepInput, VideoChunk
 from characters_serve.session import self_test
 from characters_serve.session.host import Host
-from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
+from characters_serve.session.self_test import SESSION_ID, TrialFailed, run_self_test
 from tests.unit.session_rig import HostParent
 from tests.waiting import until
 
@@ -82,11 +82,11 @@ async def test_a_chunk_has_the_passes_that_it_will_have_in_sessions() -> None:
 
 async def test_no_chunk_or_a_wrong_one_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "NO_CHUNK_S", 0.05)
-    with pytest.raises(SelfTestFailed, match=r"no chunk 0 from the engine in 0\.05 s"):
+    with pytest.raises(TrialFailed, match=r"self-test: no chunk 0 from the engine in 0\.05 s"):
         await InventedEngine(0.1, mute_from=0).run()
-    with pytest.raises(SelfTestFailed, match="no chunk 7"):
+    with pytest.raises(TrialFailed, match="no chunk 7"):
         await InventedEngine(0.1, mute_from=7).run()
-    with pytest.raises(SelfTestFailed, match="3 frames came where chunk 0 with 4 was due"):
+    with pytest.raises(TrialFailed, match="3 frames came where chunk 0 with 4 was due"):
         await InventedEngine(0.1, frames=3).run()
 
 
@@ -121,7 +121,7 @@ async def test_an_engine_that_dies_in_the_self_test_is_a_failure_with_its_reason
     await asyncio.sleep(0.01)
     assert not warming.done(), "no chunk has come"
     host._fault("pattern exited with code -9")
-    with pytest.raises(SelfTestFailed, match="self-test: pattern exited with code -9"):
+    with pytest.raises(TrialFailed, match="self-test: pattern exited with code -9"):
         await warming
     await children.kill()
     host._link.channel.close()

@@ -37,7 +37,6 @@ from characters_serve.messages import (
     Say,
     UserAudio,
 )
-from characters_serve.processes import ChildFailed
 from characters_serve.session.children import MAX_AGENT_BACKLOG, Children
 from tests.unit.session_rig import Browser, HostParent, ping
 from tests.waiting import until
@@ -369,11 +368,3 @@ async def test_an_agent_that_reads_nothing_costs_a_bounded_memory(tmp_path: Path
     children.end_agent("one")
     assert children._outbox.qsize() == MAX_AGENT_BACKLOG + 1, "only sound may be dropped"
     await children.kill()
-
-
-async def test_an_engine_that_cannot_start_is_said(tmp_path: Path) -> None:
-    model = ModelConfig(width=192, height=128, weights=str(tmp_path / "nowhere"))
-    config = Config(model=model, engine=EngineConfig(device="cpu"), agent=AgentConfig(kind="none"))
-    host = HostParent(tmp_path, config)
-    with pytest.raises(ChildFailed, match=r"rank0|decoder"):
-        await host.start()

@@ -32,7 +32,7 @@ def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_a_chunk_is_followed_from_its_step_to_its_first_picture(tmp_path: Path) -> None:
-    trace = Trace(tmp_path / "t.json", "01234567", 4 / 24)
+    trace = Trace(tmp_path / "t.json", "session 01234567", 4 / 24)
     trace.event("live", 9.0)
     trace.sent(7, 9.95)
     trace.arrived(chunk(7), 10.11)
@@ -56,9 +56,18 @@ def test_a_chunk_is_followed_from_its_step_to_its_first_picture(tmp_path: Path) 
 
 
 def test_nobody_asked_and_nothing_is_written(tmp_path: Path) -> None:
-    assert isinstance(open_trace(None, "s" * 32, chunk_s=1.0), NoTrace)
+    assert isinstance(open_trace(None, "s" * 32, "t" * 32, chunk_s=1.0), NoTrace)
     (tmp_path / "file").touch()
-    assert isinstance(open_trace(str(tmp_path / "file" / "x"), "s" * 32, chunk_s=1.0), NoTrace)
+    assert isinstance(
+        open_trace(str(tmp_path / "file" / "x"), "s" * 32, "t" * 32, chunk_s=1.0), NoTrace
+    )
+
+
+def test_it_is_named_by_its_session_and_its_w3c_trace(tmp_path: Path) -> None:
+    open_trace(str(tmp_path), "0123456789abcdef" * 2, "4bf92f35" * 4, chunk_s=1.0).close()
+    (path,) = tmp_path.iterdir()
+    (named,) = (e["args"] for e in json.loads(path.read_text()) if e["name"] == "process_name")
+    assert named == {"name": f"session 01234567, trace {'4bf92f35' * 4}"}
 
 
 def test_a_full_disk_ends_the_trace_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from characters_serve.config import EngineConfig, Optimizations
+from characters_serve.config import ConfigError, EngineConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.ranks import Ranks
 from characters_serve.engine.steady_sum import SteadySum, share_sums, use
@@ -68,7 +68,7 @@ def test_sums_in_the_switch_are_refused_where_multicast_is_forbidden(
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, value)
     ranks = Ranks(EngineConfig(tensor_parallel=2), tmp_path, 0, CPU)
-    with pytest.raises(RuntimeError, match=f"forbidden: {name}={value}"):
+    with pytest.raises(ConfigError, match=f"forbidden: {name}={value}"):
         ranks.share(16, multicast=True)
 
 
@@ -85,5 +85,5 @@ def test_sums_in_the_switch_are_refused_where_the_links_have_no_multicast(
     monkeypatch.setattr("characters_serve.engine.ranks.dist.all_reduce", lambda _: None)
     monkeypatch.setattr("torch.cuda.synchronize", lambda _: None)
     ranks = Ranks(EngineConfig(tensor_parallel=2), tmp_path, 0, CPU)
-    with pytest.raises(RuntimeError, match="needs multicast, which these GPUs do not have"):
+    with pytest.raises(ConfigError, match="needs multicast, which these GPUs do not have"):
         ranks.share(16, multicast=True)
