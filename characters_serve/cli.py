@@ -56,6 +56,8 @@ def explain(error: ConfigError) -> str:
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"] == "extra_forbidden":
             message = "there is no such setting"
+        elif mistake["type"] == "tuple_type":
+            message = "should be a list: [a, b]"
         lines.append(f"{field}: {message}" if field else message)
     return "; ".join(lines)
 

@@ -157,6 +157,7 @@ def problem(response: httpx.Response, status: int, field: str | None = None) -> 
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/problem+json"
     body = response.json()
+    field = "Authorization" if status == 401 else field
     assert body["status"] == status and body["title"] and body.get("field") == field, body
     return str(body["detail"])
 
