@@ -351,18 +351,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common_options() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+def config_options() -> argparse.ArgumentParser:
+    """What `load_config` takes; a parent of each parser that builds a configuration."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
         "--config",
         action="append",
         type=Path,
         metavar="FILE",
         help="a YAML file; later files win. Without one: the embedded character",
     )
-    common.add_argument(
+    options.add_argument(
         "--set", action="append", metavar="A.B=VALUE", help="one setting, over the files"
     )
+    return options
+
+
+def _common_options() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, parents=[config_options()])
     common.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from characters_serve import logs
 from characters_serve.config import Config
@@ -33,6 +33,7 @@ from characters_serve.messages import (
     ExternalClose,
     ExternalInput,
     ExternalOpen,
+    HostedState,
     Interrupt,
     Message,
     Offer,
@@ -56,7 +57,8 @@ from characters_serve.session.live import LiveSession, OfferConflict, SessionLin
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rehearsal import SESSION_ID as REHEARSAL_ID
 from characters_serve.session.rehearsal import least_expression, rehearse
-from characters_serve.session.self_test import SESSION_ID, SelfTestFailed, run_self_test
+from characters_serve.session.self_test import SESSION_ID as SELF_TEST_ID
+from characters_serve.session.self_test import SelfTestFailed, run_self_test
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,6 @@ LARGE_BUFFER_BYTES = 64 * 1024
 _libc = ctypes.CDLL(None)
 
 Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon | ExternalOpen
-State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
 
 
 class Host:
@@ -310,7 +311,7 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _close_session(self, reason: str, final: State) -> None:
+    async def _close_session(self, reason: str, final: HostedState) -> None:
         async with self._changing:
             session, session_id = self._session, self._session_id
             if session is None or session_id is None:
@@ -336,14 +337,14 @@ class Host:
             for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 
-    def _state(self, state: State, reason: str, picture: PictureReport | None = None) -> None:
+    def _state(self, state: HostedState, reason: str, picture: PictureReport | None = None) -> None:
         if self._session_id is not None:
             self._outbox.put_nowait(SessionState(self._session_id, state, reason, picture))
 
     # ------------------------------------------------------------ the children
 
     def _from_engine(self, chunk: VideoChunk) -> None:
-        if chunk.session_id in (SESSION_ID, REHEARSAL_ID):
+        if chunk.session_id in (SELF_TEST_ID, REHEARSAL_ID):
             self._trial_chunks.put_nowait(chunk)
         elif self._session is not None:
             self._session.chunk(chunk)

@@ -31,7 +31,8 @@
  *   audioblocked  {}                               the browser wants a tap first: call unmuteOutput()
  *   error         CharacterError                   `fatal` says whether the session is over
  *   message       any server event, as it came: {label: "rtvi-ai", id, type, data}
- *   ended         {reason, message, failed, error} exactly once, last
+ *   ended         {reason, message, failed, error} exactly once, last; `reason`: stop()'s own, an
+ *                 error's code, or the server's words
  */
 
 const PING_PERIOD_MS = 1000;
