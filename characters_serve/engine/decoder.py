@@ -15,7 +15,7 @@ from torch import Tensor
 from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config
-from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.child import run_child
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.device import choose_device, decoder_gpu
 from characters_serve.engine.gpu_memory import tell_gpu_memory
@@ -29,7 +29,7 @@ from characters_serve.messages import (
     StepInput,
     VideoChunk,
 )
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, arguments
 
 log = logging.getLogger(__name__)
 

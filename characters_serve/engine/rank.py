@@ -21,7 +21,7 @@ from torch import Tensor
 from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
-from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.child import run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
@@ -44,7 +44,7 @@ from characters_serve.messages import (
     StepInput,
 )
 from characters_serve.model.shard import deal
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, arguments
 
 log = logging.getLogger(__name__)
 

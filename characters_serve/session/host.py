@@ -7,7 +7,6 @@ ends the session and this process: the gateway builds a new group. Knows no HTTP
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
@@ -48,7 +47,7 @@ from characters_serve.messages import (
     UserSpeech,
     VideoChunk,
 )
-from characters_serve.processes import AsyncControlLink, ChildFailed
+from characters_serve.processes import AsyncControlLink, ChildFailed, arguments, read_config
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.external_link import ExternalLink
@@ -130,7 +129,7 @@ class Host:
             code = 1
         else:
             receive.result()
-            await self._close_session("the server is stopping", "ended")
+            await self._close_session("the server is shutting down", "ended")
             await self._children.stop("the group stops")
             code = 0
         for task in (receive, *background, *self._tasks):
@@ -419,15 +418,13 @@ async def _main(config: Config, group_dir: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The session host of one group.")
-    parser.add_argument("--group-dir", type=Path, required=True)
-    options = parser.parse_args()
+    group_dir = arguments("The session host of one group.").parse_args().group_dir
     give_back_large_buffers()
     # It names addresses of clients.
     logging.getLogger("aioice").setLevel(logging.WARNING)
-    config = Config.model_validate_json((options.group_dir / "config.json").read_text())
-    logs.configure(config.server.log_format, process=f"{options.group_dir.name}/host")
-    return asyncio.run(_main(config, options.group_dir))
+    config = read_config(group_dir)
+    logs.configure(config.server.log_format, process=f"{group_dir.name}/host")
+    return asyncio.run(_main(config, group_dir))
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ async def test_what_the_host_ends_is_ended(api: Api) -> None:
     session = await api.create()
     await api.reach(session, "ready")
     await api.gateway.sessions.say(api.gateway.sessions.get(session["id"]), "end")  # type: ignore[arg-type]
-    assert (await api.reach(session, "ended"))["reason"] == "max_duration"
+    assert (await api.reach(session, "ended"))["reason"] == "maximum duration"
     await api.until(lambda: api.groups("ready"))
 
 
