@@ -406,7 +406,9 @@ def _simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hosts", type=_positive, default=1, metavar="N")
     command.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of each host")
     command.add_argument("--price", type=_amount, metavar="PRICE", help="of one GPU for an hour")
-    command.add_argument("--trace", type=Path, help="CSV with arrival_s and duration_s, or:")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="CSV of arrival_s,duration_s; else drawn from:"
+    )
     command.add_argument("--sessions", type=_amount, default=1000, help="on average, in all")
     command.add_argument("--hours", type=_amount, default=24, help="from midnight on")
     command.add_argument("--median-s", type=_amount, default=180, help="of a session's duration")

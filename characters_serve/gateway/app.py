@@ -43,13 +43,9 @@ from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
 from characters_serve.gateway.external import serve_external
 from characters_serve.gateway.limits import read_body
-from characters_serve.gateway.problems import Problem, answer_problem, busy
+from characters_serve.gateway.problems import Problem, answer_problem
 from characters_serve.gateway.service import LEAVING, Gateway
-from characters_serve.gateway.sessions import (
-    NoGroupFree,
-    Session,
-    SessionOver,
-)
+from characters_serve.gateway.sessions import Session, SessionOver
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +110,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
         wanted = await gateway.requested(body, image, key)
-        try:
-            session = await gateway.create(wanted, key)
-        except NoGroupFree:
-            gateway.metrics.sessions_refused.labels("full").inc()
-            raise busy(503, "every character is in a conversation; try again soon", 5) from None
+        session = await gateway.create(wanted, key)
         secret = gateway.client_secret(session)
         answer = {
             **_describe(gateway, session),
