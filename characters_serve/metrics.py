@@ -168,7 +168,11 @@ class _Live(Collector):
         groups: Callable[[], Mapping[str, int]],
     ) -> None:
         self._sources = (
-            ("characters_sessions", "Sessions by state; those over for five minutes", sessions),
+            (
+                "characters_sessions",
+                "Sessions by state; one that is over stays for five minutes",
+                sessions,
+            ),
             ("characters_groups", "Groups by state", groups),
         )
 
