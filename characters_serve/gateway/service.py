@@ -122,8 +122,7 @@ class Gateway:
             raise _all_taken()
         if counts["starting"] or counts["warming"]:
             raise busy(503, "the server is still starting", 2)
-        why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
-        raise busy(503, f"the server cannot run a character now: {why}", 10)
+        raise busy(503, "the server cannot run a character now; /healthz/ready says why", 10)
 
     def check_rate(self, key: ApiKey | None, host: str | None) -> None:
         """How often sessions may be asked for: by each key, and by each address without one."""
