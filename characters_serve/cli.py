@@ -56,6 +56,8 @@ def explain(error: ConfigError) -> str:
         message = mistake["msg"].removeprefix("Value error, ")
         if mistake["type"] == "extra_forbidden":
             message = "there is no such setting"
+        elif mistake["type"] == "tuple_type":
+            message = "should be a list: [a, b]"
         lines.append(f"{field}: {message}" if field else message)
     return "; ".join(lines)
 
@@ -357,18 +359,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _common_options() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+def config_options() -> argparse.ArgumentParser:
+    """What `load_config` takes; a parent of each parser that builds a configuration."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument(
         "--config",
         action="append",
         type=Path,
         metavar="FILE",
         help="a YAML file; later files win. Without one: the embedded character",
     )
-    common.add_argument(
+    options.add_argument(
         "--set", action="append", metavar="A.B=VALUE", help="one setting, over the files"
     )
+    return options
+
+
+def _common_options() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, parents=[config_options()])
     common.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info"
     )
@@ -406,7 +414,9 @@ def _simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hosts", type=_positive, default=1, metavar="N")
     command.add_argument("--gpus", type=_positive, default=8, metavar="N", help="of each host")
     command.add_argument("--price", type=_amount, metavar="PRICE", help="of one GPU for an hour")
-    command.add_argument("--trace", type=Path, help="CSV with arrival_s and duration_s, or:")
+    command.add_argument(
+        "--trace", type=Path, metavar="FILE", help="CSV of arrival_s,duration_s; else drawn from:"
+    )
     command.add_argument("--sessions", type=_amount, default=1000, help="on average, in all")
     command.add_argument("--hours", type=_amount, default=24, help="from midnight on")
     command.add_argument("--median-s", type=_amount, default=180, help="of a session's duration")

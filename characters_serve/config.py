@@ -222,6 +222,13 @@ class ModelConfig(Frozen):
         return self.audio.sample_rate * self.frames_per_chunk // self.fps
 
     @property
+    def audio_window_samples(self) -> int:
+        """Samples that a chunk is conditioned on: its mel frames with their margins."""
+        own = self.mels_per_frame * self.frames_per_chunk
+        frames = self.audio.past_frames + own + self.audio.future_frames
+        return (frames - 1) * self.audio.hop + self.audio.n_fft
+
+    @property
     def voice_samples_per_chunk(self) -> int:
         """Samples delivered with each chunk, at 48 kHz."""
         return 48_000 * self.frames_per_chunk // self.fps

@@ -218,6 +218,9 @@ class PictureReport:
     familiar: bool
 
 
+HostedState = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
+
+
 @dataclass(frozen=True, slots=True)
 class SessionState:
     """Unsolicited, host to gateway, whenever the session's state changes.
@@ -226,7 +229,7 @@ class SessionState:
     """
 
     session_id: str
-    state: Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
+    state: HostedState
     reason: str
     picture: PictureReport | None = None
 

@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from characters_serve.messages import HostMetrics
-from characters_serve.session.counters import COUNTERS, GPU_MEMORY, TURN_STAGE
+from characters_serve.session.counters import COUNTERS, GAUGES, GPU_MEMORY, TURN_STAGE
 
 # Else a second series for each counter, which nothing here reads.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -145,14 +145,10 @@ class Metrics:
 _REASONS = (
     ("ended by the user", "user"),
     ("maximum duration", "max_duration"),
-    ("max_duration", "max_duration"),
     ("idle timeout", "idle"),
     ("no client connected", "never_connected"),
-    ("nobody connected", "never_connected"),
     ("did not come back", "connection_lost"),
-    ("connection lost", "connection_lost"),
     ("shutting down", "shutdown"),
-    ("server is stopping", "shutdown"),
     ("reservation expired", "reservation_expired"),
     ("in the queue", "left_queue"),
     ("no chunk", "engine_stalled"),
@@ -176,7 +172,11 @@ class _Live(Collector):
         groups: Callable[[], Mapping[str, int]],
     ) -> None:
         self._sources = (
-            ("characters_sessions", "Sessions by state", sessions),
+            (
+                "characters_sessions",
+                "Sessions by state; one that is over stays for five minutes",
+                sessions,
+            ),
             ("characters_groups", "Groups by state", groups),
         )
 
@@ -217,7 +217,7 @@ class _Hosts(Collector):
         for name, total in self._totals.items():
             yield CounterMetricFamily(
                 f"characters_{name.removesuffix('_total')}",
-                "Counted by the session hosts",
+                COUNTERS.get(name, "Counted by the session hosts"),
                 value=total,
             )
         families: dict[str, GaugeMetricFamily] = {}
@@ -228,8 +228,9 @@ class _Hosts(Collector):
                     name = GPU_MEMORY.removesuffix("_")
                     labels["process"] = said.removeprefix(GPU_MEMORY)
                 if name not in families:
+                    text = GAUGES.get(name, "Measured by the session hosts")
                     families[name] = GaugeMetricFamily(
-                        f"characters_{name}", "Measured by the session hosts", labels=list(labels)
+                        f"characters_{name}", text, labels=list(labels)
                     )
                 families[name].add_metric(list(labels.values()), value)
         yield from families.values()

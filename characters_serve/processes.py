@@ -7,6 +7,7 @@ parent's side, `ControlLink` the child's; both speak over one `pair` channel tha
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import ctypes
 import logging
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from characters_serve.channels import BlockingChannel, Channel, endpoint
+from characters_serve.config import Config
 from characters_serve.messages import (
     Failed,
     Message,
@@ -42,6 +44,18 @@ class ChildFailed(RuntimeError):
     def __init__(self, reason: str, *, permanent: bool = False) -> None:
         super().__init__(reason)
         self.permanent = permanent
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """What every child is started with."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--group-dir", type=Path, required=True)
+    return parser
+
+
+def read_config(group_dir: Path) -> Config:
+    """The resolved configuration, which whoever starts a group writes into its folder."""
+    return Config.model_validate_json((group_dir / "config.json").read_text())
 
 
 class ChildProcess:

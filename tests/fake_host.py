@@ -129,7 +129,7 @@ class FakeHost:
                     time.sleep(600)
                 if text == "end":
                     self.session, self.live = None, False
-                    await send(SessionState(session_id, "ended", "max_duration"))
+                    await send(SessionState(session_id, "ended", "maximum duration"))
                 if text == "impostor":
                     await send(SessionState("0" * 32, "failed", "not yours"))
             case Interrupt(request_id):

@@ -7,10 +7,8 @@ It never computes on its event loop for longer than one hop of the VAD.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq.asyncio
 
 from characters_serve import logs
-from characters_serve.config import AgentConfig, Config, ConfigError
+from characters_serve.config import AgentConfig, ConfigError
 from characters_serve.messages import (
     AgentEnd,
     AgentInterrupt,
@@ -30,7 +28,7 @@ from characters_serve.messages import (
     UserAudio,
     UserText,
 )
-from characters_serve.processes import AsyncControlLink
+from characters_serve.processes import AsyncControlLink, arguments, read_config
 
 if TYPE_CHECKING:
     from characters_serve.agent.base import Agent
@@ -123,7 +121,7 @@ async def serve(group_dir: Path) -> int:
     """Returns the process's exit code."""
     link = AsyncControlLink(group_dir, "agent")
     try:
-        everything = Config.model_validate_json((group_dir / "config.json").read_text())
+        everything = read_config(group_dir)
         logs.configure(everything.server.log_format, process=f"{group_dir.name}/agent")
         config = everything.agent
         models: LocalModels | None = None
@@ -154,13 +152,8 @@ async def serve(group_dir: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The local voice agent of one group.")
-    parser.add_argument("--group-dir", type=Path, required=True)
-    group_dir = parser.parse_args().group_dir
+    group_dir = arguments("The local voice agent of one group.").parse_args().group_dir
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # Read by the numeric libraries when they are first imported, hence the late imports above.
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
     sys.exit(asyncio.run(serve(group_dir)))
 
 

@@ -27,6 +27,7 @@ import torch
 
 from characters_serve.bench.origin import origin, report, save
 from characters_serve.bench.rank_step import RankStep
+from characters_serve.cli import config_options
 from characters_serve.config import Config, ConfigError, Decoder, ModelConfig, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.decode_graph import CapturedStream
@@ -183,16 +184,16 @@ def beside_diffusion(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times a configuration's possible decoders.")
-    parser.add_argument("--config", type=Path, action="append", default=[])
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    parser = argparse.ArgumentParser(
+        description="Times a configuration's possible decoders.", parents=[config_options()]
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="for each run")
     parser.add_argument(
         "--shard-of", type=int, default=0, metavar="N", help="beside the steps of one rank of N"
     )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, options.set)
     result = measure(config, options.seconds, options.out, shard_of=options.shard_of)
     report(result, options.out)
     return 0

@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from characters_serve.bench.origin import device_name, origin, report
+from characters_serve.cli import config_options
 from characters_serve.config import Config, load_config
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
 from characters_serve.engine.generator import load_family, load_prompt
 from characters_serve.engine.reference_image import image_tensor
-from characters_serve.engine.step_input import PackedStep, window_samples
+from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import StepInput
 
 _WARM_UP = 10
@@ -40,7 +41,7 @@ def measure(config: Config, num_steps: int) -> dict[str, Any]:
     packed = PackedStep(model, device)
     random = np.random.default_rng(0)
     image_rgb = random.integers(0, 256, model.height * model.width * 3, np.uint8).tobytes()
-    window = random.normal(0, 3000, window_samples(model)).astype(np.int16).tobytes()
+    window = random.normal(0, 3000, model.audio_window_samples).astype(np.int16).tobytes()
     controls = random.uniform(-1, 1, (model.frames_per_chunk, model.num_controls))
     latent = torch.randn(model.video_tokens, model.token_channels).to(device)
 
@@ -90,13 +91,13 @@ def _time(call: Callable[[], object], num_calls: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times one step of a configuration.")
-    parser.add_argument("--config", type=Path, action="append", default=[])
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    parser = argparse.ArgumentParser(
+        description="Times one step of a configuration.", parents=[config_options()]
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    result = measure(load_config(options.config, options.overrides), options.steps)
+    result = measure(load_config(options.config, options.set), options.steps)
     report(result, options.out)
     return 0
 

@@ -24,6 +24,7 @@ import torch
 
 from characters_serve.bench.members import SETTLE_SHARE, Member, following
 from characters_serve.bench.origin import origin, report
+from characters_serve.cli import config_options
 from characters_serve.config import Config, load_config
 from characters_serve.engine.ranks import Order
 from characters_serve.engine.steady_sum import SteadySum, share_sums, use
@@ -148,14 +149,14 @@ def _collective(config: Config, on_gpu: bool) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Times the step of a tensor-parallel group.")
-    parser.add_argument("--config", type=Path, action="append", default=[])
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    parser = argparse.ArgumentParser(
+        description="Times the step of a tensor-parallel group.", parents=[config_options()]
+    )
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=8.0, help="of the sustained run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    overrides = [*options.overrides, f"engine.tensor_parallel={options.ranks}"]
+    overrides = [*(options.set or []), f"engine.tensor_parallel={options.ranks}"]
     result = measure(load_config(options.config, overrides), options.seconds)
     report(result, options.out)
     return 0

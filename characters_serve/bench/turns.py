@@ -412,7 +412,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="characters bench turns", description="Times spoken turns through a real browser."
     )
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--turns", type=int, default=51)
     parser.add_argument("--sessions", type=int, default=12)
     parser.add_argument("--out", type=Path)
@@ -420,7 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not 1 <= options.sessions <= options.turns:
         parser.error("--sessions must lie between 1 and --turns")
-    result = measure(options.turns, options.sessions, options.overrides)
+    result = measure(options.turns, options.sessions, options.set)
     if options.chart:
         draw(result, options.chart)
     report(result, options.out)

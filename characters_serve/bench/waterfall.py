@@ -30,6 +30,7 @@ from characters_serve.bench.rank_step import (
     trace,
     upkeep_ms,
 )
+from characters_serve.cli import config_options
 from characters_serve.config import Config, Optimizations, load_config
 
 RUNGS: Final = (
@@ -125,9 +126,7 @@ def _row(bar: dict[str, Any]) -> str:
 def main(what: str, arguments: Sequence[str]) -> int:
     """what: step (the plain path and the configuration's own flags; of an open model its stream,
     decoding included), waterfall, or kernels."""
-    parser = argparse.ArgumentParser(prog=f"characters bench {what}")
-    parser.add_argument("--config", type=Path, action="append", default=[])
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
+    parser = argparse.ArgumentParser(prog=f"characters bench {what}", parents=[config_options()])
     parser.add_argument(
         "--shard-of", type=int, default=1, metavar="N", help="one rank's share of N, no network"
     )

@@ -6,7 +6,6 @@ and say Failed with a reason instead of dying silently. Knows nothing of models 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import signal
 from collections.abc import Callable
@@ -16,23 +15,13 @@ import zmq
 
 from characters_serve import logs
 from characters_serve.config import Config, ConfigError
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, read_config
 
 log = logging.getLogger(__name__)
 
 # The last word (ShutdownAck, Failed) must reach the parent before the process is gone. Data sockets
 # linger for nobody: a decoder that died must not hold up its rank.
 _LINGER_MS = 2000
-
-
-def read_config(group_dir: Path) -> Config:
-    return Config.model_validate_json((group_dir / "config.json").read_text())
-
-
-def arguments(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--group-dir", type=Path, required=True)
-    return parser
 
 
 def run_child(

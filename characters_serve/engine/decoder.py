@@ -15,7 +15,7 @@ from torch import Tensor
 from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config
-from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.child import run_child
 from characters_serve.engine.chunk_decoder import ChunkDecoder
 from characters_serve.engine.device import choose_device, decoder_gpu
 from characters_serve.engine.gpu_memory import tell_gpu_memory
@@ -29,7 +29,7 @@ from characters_serve.messages import (
     StepInput,
     VideoChunk,
 )
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, arguments
 
 log = logging.getLogger(__name__)
 
@@ -50,26 +50,18 @@ class InRankDecoder:
     def send(self, step: StepInput, latent: Tensor, started_s: float) -> None:
         if latent.is_cuda:
             torch.cuda.synchronize(latent.device)
-        decoding_s = time.perf_counter()
-        frames = self._decoder.decode(latent)
-        decode_ms = (time.perf_counter() - decoding_s) * 1000
-        step_ms = (decoding_s - started_s) * 1000
-        began_s = (started_s, decoding_s)
-        self._chunks.send(video_chunk(step, frames, step.passes, step_ms, decode_ms, began_s))
+        step_ms = (time.perf_counter() - started_s) * 1000
+        chunk = LatentChunk(step, b"", step.passes, step_ms, started_s)
+        self._chunks.send(decoded(self._decoder, chunk, latent))
 
     def reset(self) -> None:
         self._decoder.reset()
 
 
-def video_chunk(
-    step: StepInput,
-    frames_i420: list[bytes],
-    passes: int,
-    step_ms: float,
-    decode_ms: float,
-    began_s: tuple[float, float],
-) -> VideoChunk:
-    """began_s: of the step and of the decoding."""
+def decoded(decoder: ChunkDecoder, chunk: LatentChunk, latent: Tensor) -> VideoChunk:
+    """latent: the chunk's, on the decoder's device, however it came there."""
+    began_s, step = time.perf_counter(), chunk.step
+    frames_i420 = decoder.decode(latent)
     return VideoChunk(
         session_id=step.session_id,
         epoch=step.epoch,
@@ -79,11 +71,11 @@ def video_chunk(
         utterance_id=step.utterance_id,
         utterance_offset_ms=step.utterance_offset_ms,
         last=step.last,
-        passes=passes,
-        step_ms=step_ms,
-        decode_ms=decode_ms,
-        step_began_s=began_s[0],
-        decode_began_s=began_s[1],
+        passes=chunk.passes,
+        step_ms=chunk.step_ms,
+        decode_ms=(time.perf_counter() - began_s) * 1000,
+        step_began_s=chunk.step_began_s,
+        decode_began_s=began_s,
     )
 
 
@@ -108,15 +100,7 @@ def serve(config: Config, group_dir: Path, link: ControlLink) -> None:
     for message in inbox.messages(timeout_s=1.0):
         match message:
             case LatentChunk() if message.step.session_id == session_id:
-                started_s = time.perf_counter()
-                frames = decoder.decode(latents.latent(message))
-                decode_ms = (time.perf_counter() - started_s) * 1000
-                began_s = (message.step_began_s, started_s)
-                chunks.send(
-                    video_chunk(
-                        message.step, frames, message.passes, message.step_ms, decode_ms, began_s
-                    )
-                )
+                chunks.send(decoded(decoder, message, latents.latent(message)))
             case LatentChunk():
                 dropped += 1
             case StartCharacter():

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from characters_kernels.saturation import SaturationMonitor
 from characters_serve.config import ModelConfig, Optimizations
 from characters_serve.engine.step_graph import StepGraph
-from characters_serve.engine.step_input import window_samples
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.fp8 import calibrating, convert_projections, forget_scales
 from characters_serve.model.kv_cache import FusedCache, KVCache, make_cache
@@ -137,7 +136,7 @@ class Denoiser:
 
     @torch.no_grad()
     def step(self, audio_window: Tensor, controls: Tensor, passes: int) -> Tensor:
-        """audio_window: (window_samples,); controls: (frames, num_controls) -> (V, C) float32."""
+        """audio_window: (samples,); controls: (frames, num_controls) -> (V, C) float32."""
         window, moves = audio_window.to(self._device)[None], controls.to(self._device)[None]
         return self.denoise(self._model.condition(window, moves, self._session), passes)[0]
 
@@ -152,13 +151,9 @@ class Denoiser:
         self._chunks += 1
         if self._graph is not None and self._is_steady(levels):
             clean = self._graph(noises, condition)
-        elif self._chunks <= self._plain_chunks:
-            self.eager_steps += self._graph is not None
-            with calibrating(self._network.modules()):
-                clean = self._run_passes(self._whole_pass, noises, condition, levels)
         else:
             self.eager_steps += self._graph is not None
-            clean = self._run_passes(self._pass, noises, condition, levels)
+            clean = self._run_eagerly(noises, condition, levels)
         self._monitor.request()
         return clean
 
@@ -174,6 +169,14 @@ class Denoiser:
         """Ends its use. Before the ranks of a group part: the captured step holds their sums."""
         if self._graph is not None:
             self._graph.release()
+
+    def _run_eagerly(
+        self, noises: list[Tensor], condition: Any, levels: list[tuple[int, float]]
+    ) -> Tensor:
+        if self._chunks > self._plain_chunks:
+            return self._run_passes(self._pass, noises, condition, levels)
+        with calibrating(self._network.modules()):
+            return self._run_passes(self._whole_pass, noises, condition, levels)
 
     def _run_passes(
         self, run: Pass, noises: list[Tensor], condition: Any, levels: list[tuple[int, float]]
@@ -222,7 +225,7 @@ class Denoiser:
             self._batch, config.video_tokens, config.token_channels, device=self._device
         )
         count = len(levels) if config.redraw_noise else 1
-        window = torch.zeros(self._batch, window_samples(config), device=self._device)
+        window = torch.zeros(self._batch, config.audio_window_samples, device=self._device)
         controls = torch.zeros(
             self._batch, config.frames_per_chunk, config.num_controls, device=self._device
         )

@@ -1,6 +1,6 @@
 """In: the configuration. Out: the family's generator, loaded, and the prompt of its sessions.
 
-The one place that knows the families apart. Knows nothing of steps, sessions or processes.
+Knows nothing of steps, sessions or processes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig, PatternConfig
-from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.child import run_child
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
@@ -34,7 +34,7 @@ from characters_serve.messages import (
     StepInput,
     VideoChunk,
 )
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, arguments
 
 Luma = NDArray[np.uint8]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from characters_serve import logs
 from characters_serve.channels import BlockingChannel, Inbox, endpoint
 from characters_serve.config import Config, ModelConfig
-from characters_serve.engine.child import arguments, run_child
+from characters_serve.engine.child import run_child
 from characters_serve.engine.decoder import InRankDecoder
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.engine.device import choose_device
@@ -44,7 +44,7 @@ from characters_serve.messages import (
     StepInput,
 )
 from characters_serve.model.shard import deal
-from characters_serve.processes import ControlLink
+from characters_serve.processes import ControlLink, arguments
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class Rank:
         self._ranks = ranks
         self._denoiser = denoiser
         self._packed = packed
+        self._device = packed.packed.device
         self._sums = sums
         self._dropped = 0
         self._steps = 0
@@ -195,20 +196,21 @@ class Rank:
         return 0 if self._sums is None else self._sums.plain_calls
 
     def _start(self, message: StartCharacter) -> None:
-        device = self._packed.packed.device
         logs.about_session(message.session_id, message.trace_id)
         self._steps, self._told = 0, (0, 0, 0, self._plain_sums())
-        self._denoiser.start(image_tensor(message.image_rgb, self._model, device), message.seed)
+        self._denoiser.start(
+            image_tensor(message.image_rgb, self._model, self._device), message.seed
+        )
 
     def _say_ready(self, session_id: str, started_s: float) -> None:
         elapsed_ms = (time.perf_counter() - started_s) * 1000
         self._link.channel.send(CharacterReady(session_id, self._link.name, elapsed_ms))
-        tell_gpu_memory(self._link, self._packed.packed.device)
+        tell_gpu_memory(self._link, self._device)
 
     def _end(self, message: EndCharacter) -> None:
         self._tell_counts(0.0)
         self._denoiser.reset()
-        tell_gpu_memory(self._link, self._packed.packed.device)
+        tell_gpu_memory(self._link, self._device)
         self._link.channel.send(CharacterEnded(message.session_id, self._link.name))
         log.info("character ended; %d steps of other sessions dropped", self._dropped)
         logs.about_session()

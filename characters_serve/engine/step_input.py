@@ -25,13 +25,6 @@ _PASSES = 1
 _HEADER = 2
 
 
-def window_samples(model: ModelConfig) -> int:
-    """Samples of an audio window at the model's rate: its mel frames with their margins."""
-    own = model.mels_per_frame * model.frames_per_chunk
-    frames = model.audio.past_frames + own + model.audio.future_frames
-    return (frames - 1) * model.audio.hop + model.audio.n_fft
-
-
 class PackedStep:
     """The packed tensor on the device. Filled again for each step; the views never move.
 
@@ -40,7 +33,7 @@ class PackedStep:
 
     def __init__(self, model: ModelConfig, device: torch.device) -> None:
         self._max_passes = len(model.noise_levels)
-        samples = window_samples(model)
+        samples = model.audio_window_samples
         controls = model.frames_per_chunk * model.num_controls
         on_gpu = device.type == "cuda"
         self.host = torch.zeros(_HEADER + samples + controls, pin_memory=on_gpu)

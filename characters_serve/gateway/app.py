@@ -43,13 +43,9 @@ from characters_serve.gateway.characters import image_bytes
 from characters_serve.gateway.edge import Edge
 from characters_serve.gateway.external import serve_external
 from characters_serve.gateway.limits import read_body
-from characters_serve.gateway.problems import Problem, answer_problem, busy
+from characters_serve.gateway.problems import Problem, answer_problem
 from characters_serve.gateway.service import LEAVING, Gateway
-from characters_serve.gateway.sessions import (
-    NoGroupFree,
-    Session,
-    SessionOver,
-)
+from characters_serve.gateway.sessions import Session, SessionOver
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +112,7 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         gateway.check_rate(key, request.client.host if request.client else None)
         body, image = await read_create(request, config.server.max_image_bytes)
         wanted = await gateway.requested(body, image, key, request.state.trace_id)
-        try:
-            session = await gateway.create(wanted, key)
-        except NoGroupFree:
-            gateway.metrics.sessions_refused.labels("full").inc()
-            raise busy(503, "every character is in a conversation; try again soon", 5) from None
+        session = await gateway.create(wanted, key)
         secret = gateway.client_secret(session)
         answer = {
             **_describe(gateway, session),
@@ -137,15 +129,14 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         session = gateway.session(session_id, bearer(request.headers))
         return JSONResponse(_describe(gateway, session), headers=_state_headers(session))
 
-    @app.delete("/v1/sessions/{session_id}", **description.COMMAND)
-    @app.delete("/v1/sessions/{session_id}/webrtc", **description.COMMAND)
+    @app.delete("/v1/sessions/{session_id}", **description.END)
+    @app.delete("/v1/sessions/{session_id}/webrtc", **description.END)
     async def end_session(session_id: str, request: Request) -> Response:
         gateway.end(session_id, bearer(request.headers))
         return Response(status_code=204)
 
-    @app.post("/v1/sessions/{session_id}/end", **description.COMMAND)
+    @app.post("/v1/sessions/{session_id}/end", **description.BEACON)
     async def end_by_beacon(session_id: str, request: Request) -> Response:
-        """For navigator.sendBeacon, which cannot set headers: the body is the secret itself."""
         raw = await read_body(request, MAX_COMMAND_BYTES)
         gateway.end(session_id, bearer(request.headers) or text_of(raw).strip() or None)
         return Response(status_code=204)
@@ -175,7 +166,6 @@ def _add_connection_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.patch("/v1/sessions/{session_id}/webrtc", **description.CANDIDATES)
     async def patch_candidates(session_id: str, request: Request) -> Response:
-        """Accepted and left unused: the browser's address is learnt from its own checks."""
         session = gateway.session(session_id, bearer(request.headers))
         gateway.sessions.check_open(session)
         if media_type_of(request) not in PATCH_TYPES:
@@ -191,7 +181,7 @@ def _add_connection_routes(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _add_command_routes(app: FastAPI, gateway: Gateway) -> None:
-    @app.post("/v1/sessions/{session_id}/interrupt", **description.COMMAND)
+    @app.post("/v1/sessions/{session_id}/interrupt", **description.INTERRUPT)
     async def interrupt(session_id: str, request: Request) -> Response:
         session = gateway.session_to_command(session_id, bearer(request.headers))
         await gateway.sessions.interrupt(session)

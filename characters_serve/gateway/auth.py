@@ -194,4 +194,4 @@ def _is_loopback(host: str) -> bool:
 
 
 def _unauthorized(detail: str) -> Problem:
-    return Problem(401, detail, headers={"WWW-Authenticate": "Bearer"})
+    return Problem(401, detail, field="Authorization", headers={"WWW-Authenticate": "Bearer"})

@@ -28,7 +28,7 @@ from characters_serve.gateway.image_process import decode
 from characters_serve.gateway.images import ImageError
 from characters_serve.gateway.limits import RateLimiter, address_key
 from characters_serve.gateway.problems import Problem, busy
-from characters_serve.gateway.sessions import OVER, Session, SessionRequest, Sessions
+from characters_serve.gateway.sessions import OVER, NoGroupFree, Session, SessionRequest, Sessions
 from characters_serve.gateway.turn import Turn
 from characters_serve.messages import HostMetrics
 from characters_serve.metrics import Metrics
@@ -118,11 +118,10 @@ class Gateway:
             return
         self.metrics.sessions_refused.labels("full").inc()
         if counts["reserved"] or counts["live"]:
-            raise busy(503, "every character is in a conversation; try again soon", 5)
+            raise _all_taken()
         if counts["starting"] or counts["warming"]:
             raise busy(503, "the server is still starting", 2)
-        why = next(iter(self.fleet.pool.reasons().values()), "no group is running")
-        raise busy(503, f"the server cannot run a character now: {why}", 10)
+        raise busy(503, "the server cannot run a character now; /healthz/ready says why", 10)
 
     def check_rate(self, key: ApiKey | None, host: str | None) -> None:
         """How often sessions may be asked for: by each key, and by each address without one."""
@@ -148,6 +147,9 @@ class Gateway:
         self._creating[wanted.owner] += 1
         try:
             return await self.sessions.create(wanted)
+        except NoGroupFree:
+            self.metrics.sessions_refused.labels("full").inc()
+            raise _all_taken() from None
         finally:
             self._creating[wanted.owner] -= 1
 
@@ -263,6 +265,10 @@ class Gateway:
         if body.character not in self.characters:
             raise Problem(422, "no such character; see /v1/characters", field="character")
         return self.characters[body.character]
+
+
+def _all_taken() -> Problem:
+    return busy(503, "every character is in a conversation; try again soon", 5)
 
 
 def fleet_class(config: Config) -> type[Fleet]:

@@ -93,11 +93,11 @@ def overdue(session: Session, config: SessionConfig, now_s: float) -> str | None
     if session.state == "queued":
         return None  # the queue has bounds of its own
     if now_s - session.leased_s > session.max_duration_s + config.connect_timeout_s + HOST_SLACK_S:
-        return "max_duration"
+        return "maximum duration"
     if session.state == "ready" and in_state_s > config.connect_timeout_s + HOST_SLACK_S:
-        return "nobody connected"
+        return "no client connected in time"
     if session.state == "reconnecting" and in_state_s > config.reconnect_grace_s + HOST_SLACK_S:
-        return "connection lost"
+        return "the client did not come back"
     if session.state == "ending" and in_state_s > config.ending_notice_s + HOST_SLACK_S:
         return session.reason or "ended"
     return None

@@ -41,7 +41,7 @@ _TIME_FEATURES = 256
 
 
 class Modulation(NamedTuple):
-    """adaLN for one block: each broadcasts against (B, S, D)."""
+    """adaLN for one block: each broadcasts against (B, S, D). Scale and gate include their 1."""
 
     shift: Tensor
     scale: Tensor
@@ -246,7 +246,8 @@ class CharacterDiT(nn.Module):
         cache: KVCache,
         cache_index: int,
     ) -> Tensor:
-        """One denoising pass of the current chunk; returns x0 (B, V, C)."""
+        """One denoising pass of the current chunk; returns x0 (B, V, C). What is served runs the
+        same in `model/steady.py`, whose parts the flags choose; tests hold it to this."""
         x = self.embed_chunk(noisy_BVC, condition)
         for index, block in enumerate(self.blocks):
             x = block(

@@ -45,7 +45,7 @@ class KVCache(Protocol):
         """Writes the prefix of one block (k not rotated). Shorter prefixes leave slots unused."""
 
     def begin_step(self) -> None:
-        """Moves on to the next chunk: its position, its slots, and every 42 steps the reset."""
+        """Moves on to the next chunk: its position, its slots, and the reset when it is due."""
 
     def attend(self, block: int, cache: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Writes the current chunk's k, v (not rotated); returns (B, S, H x D)."""
@@ -257,7 +257,7 @@ class ShiftedCache(_CacheBuffers):
             self._k[block, :, :, slots] = rotated
 
     def _reset_if_due(self) -> None:
-        """Every 42 steps one rotation moves all that is remembered; the prefix stays."""
+        """In one rotation of all that is remembered; the prefix stays."""
         if self._advance():
             self._move_window()
 

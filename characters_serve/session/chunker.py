@@ -41,13 +41,9 @@ class WindowGeometry:
 
 
 def window_geometry(model: ModelConfig) -> WindowGeometry:
-    audio = model.audio
-    chunk_mels = model.mels_per_frame * model.frames_per_chunk
-    mels = audio.past_frames + chunk_mels + audio.future_frames
-    total = (mels - 1) * audio.hop + audio.n_fft
+    audio, chunk = model.audio, model.audio_samples_per_chunk
     lead = audio.past_frames * audio.hop + (audio.n_fft - audio.hop) // 2
-    chunk = chunk_mels * audio.hop
-    return WindowGeometry(lead=lead, chunk=chunk, lookahead=total - lead - chunk)
+    return WindowGeometry(lead, chunk, lookahead=model.audio_window_samples - lead - chunk)
 
 
 @dataclass(slots=True)

@@ -12,39 +12,45 @@ TURN_STAGE: Final = "turn_stage_ms_"
 # Gauges of this prefix are one process each of the group.
 GPU_MEMORY: Final = "gpu_memory_bytes_"
 
-COUNTERS: Final = (
-    "chunks_total",
-    "late_chunks_total",
-    "chunk_watchdog_total",
-    "underruns_total",
-    "held_ms_total",
-    "silent_ms_total",
-    "sessions_measured_total",
-    "sessions_slow_total",
-    "frames_sent_total",
-    "frames_skipped_total",
-    "degraded_chunks_total",
-    "hurried_chunks_total",
-    "rank_steps_total",
-    "eager_steps_total",
-    "fp8_saturated_total",
-    "plain_sums_total",
-    "interrupts_total",
-    "agent_errors_total",
-    "offers_refused_total",
-    "client_messages_refused_total",
-)
+# What each says of itself in /metrics.
+COUNTERS: Final = {
+    "chunks_total": "Chunks that came from the engine",
+    "late_chunks_total": "Chunks that came after the picture before them had to be held",
+    "chunk_watchdog_total": "Times that a live session had no chunk for two seconds",
+    "held_ms_total": "Milliseconds in which a picture was held",
+    "silent_ms_total": "Of those, milliseconds in the middle of speech",
+    "sessions_measured_total": "Sessions that streamed long enough to have a rate",
+    "sessions_slow_total": "Of those, sessions half a picture a second or more below their rate",
+    "frames_sent_total": "Pictures handed to encoders",
+    "frames_skipped_total": "Pictures that passed unsent while the process was stalled",
+    "degraded_chunks_total": "Chunks asked for while the engine ran late, with fewer passes",
+    "hurried_chunks_total": "Chunks of speech with fewer passes, to be heard sooner",
+    "rank_steps_total": "Steps, counted on each rank",
+    "eager_steps_total": "Of those, steps that the captured graph declined",
+    "fp8_saturated_total": "Values clamped because they did not fit their FP8 scale",
+    "plain_sums_total": "Sums over the ranks outside of the steady shape",
+    "interrupts_total": "Times that the character was silenced",
+    "agent_errors_total": "Faults that voice agents reported",
+    "offers_refused_total": "SDP offers refused",
+    "client_messages_refused_total": "Data channel messages refused",
+}
 
 # Gone with their session; the counters stay.
-SESSION_GAUGES: Final = (
-    "playout_depth",
-    "playout_lead",
-    "video_fps",
-    "rtt_ms",
-    "engine_load",
-    "video_kbps",
-    "chunk_stalled",
-)
+SESSION_GAUGES: Final = {
+    "playout_depth": "Chunks in hand",
+    "playout_lead": "Chunks that are kept in hand, those being made included",
+    "video_fps": "Pictures sent in the last second",
+    "rtt_ms": "Round trip to the client",
+    "engine_load": "Share of a chunk's time that it costs",
+    "video_kbps": "Rate that the video encoder is given",
+    "chunk_stalled": "1 where a live session has had no chunk for two seconds",
+}
+GAUGES: Final = SESSION_GAUGES | {
+    "self_test_period_ms": "Time between two chunks in the group's self-test",
+    "group_degraded": "1 where that was longer than a chunk plays",
+    "host_tasks": "Of the session host's event loop",
+    GPU_MEMORY.removesuffix("_"): "In use on a process's GPU",
+}
 
 
 class Counters:

@@ -7,7 +7,6 @@ ends the session and this process: the gateway builds a new group. Knows no HTTP
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import ctypes
@@ -17,7 +16,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from characters_serve import logs
 from characters_serve.config import Config
@@ -33,6 +32,7 @@ from characters_serve.messages import (
     ExternalClose,
     ExternalInput,
     ExternalOpen,
+    HostedState,
     Interrupt,
     Message,
     Offer,
@@ -47,7 +47,7 @@ from characters_serve.messages import (
     UserSpeech,
     VideoChunk,
 )
-from characters_serve.processes import AsyncControlLink, ChildFailed
+from characters_serve.processes import AsyncControlLink, ChildFailed, arguments, read_config
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.external_link import ExternalLink
@@ -56,7 +56,8 @@ from characters_serve.session.live import LiveSession, OfferConflict, SessionLin
 from characters_serve.session.offer import OfferRefused
 from characters_serve.session.rehearsal import SESSION_ID as REHEARSAL_ID
 from characters_serve.session.rehearsal import least_expression, rehearse
-from characters_serve.session.self_test import SESSION_ID, TrialFailed, run_self_test
+from characters_serve.session.self_test import SESSION_ID as SELF_TEST_ID
+from characters_serve.session.self_test import TrialFailed, run_self_test
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ LARGE_BUFFER_BYTES = 64 * 1024
 _libc = ctypes.CDLL(None)
 
 Request = OpenSession | CloseSession | Offer | Interrupt | Say | EndSoon | ExternalOpen
-State = Literal["starting", "ready", "live", "reconnecting", "ending", "ended", "failed"]
 
 
 class Host:
@@ -131,7 +131,7 @@ class Host:
             code = 1
         else:
             receive.result()
-            await self._close_session("the server is stopping", "ended")
+            await self._close_session("the server is shutting down", "ended")
             await self._children.stop("the group stops")
             code = 0
         for task in (receive, *background, *self._tasks):
@@ -315,7 +315,7 @@ class Host:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _close_session(self, reason: str, final: State) -> None:
+    async def _close_session(self, reason: str, final: HostedState) -> None:
         async with self._changing:
             session, session_id = self._session, self._session_id
             if session is None or session_id is None:
@@ -341,14 +341,14 @@ class Host:
             for name in SESSION_GAUGES:
                 self._counters.gauge(name, None)
 
-    def _state(self, state: State, reason: str, picture: PictureReport | None = None) -> None:
+    def _state(self, state: HostedState, reason: str, picture: PictureReport | None = None) -> None:
         if self._session_id is not None:
             self._outbox.put_nowait(SessionState(self._session_id, state, reason, picture))
 
     # ------------------------------------------------------------ the children
 
     def _from_engine(self, chunk: VideoChunk) -> None:
-        if chunk.session_id in (SESSION_ID, REHEARSAL_ID):
+        if chunk.session_id in (SELF_TEST_ID, REHEARSAL_ID):
             self._trial_chunks.put_nowait(chunk)
         elif self._session is not None:
             self._session.chunk(chunk)
@@ -423,15 +423,13 @@ async def _main(config: Config, group_dir: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The session host of one group.")
-    parser.add_argument("--group-dir", type=Path, required=True)
-    options = parser.parse_args()
+    group_dir = arguments("The session host of one group.").parse_args().group_dir
     give_back_large_buffers()
     # It names addresses of clients.
     logging.getLogger("aioice").setLevel(logging.WARNING)
-    config = Config.model_validate_json((options.group_dir / "config.json").read_text())
-    logs.configure(config.server.log_format, process=f"{options.group_dir.name}/host")
-    return asyncio.run(_main(config, options.group_dir))
+    config = read_config(group_dir)
+    logs.configure(config.server.log_format, process=f"{group_dir.name}/host")
+    return asyncio.run(_main(config, group_dir))
 
 
 if __name__ == "__main__":

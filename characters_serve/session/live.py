@@ -128,6 +128,7 @@ class LiveSession:
             chunk_s=model.chunk_period_s,
         )
         self._peer: Peer | None = None
+        self._probe: Any = None
         self._offers = asyncio.Lock()
         self._closed = False
         self._over = False
@@ -289,7 +290,6 @@ class LiveSession:
         now_s = time.monotonic()
         if chunk.session_id != self.session_id or self._closed:
             return
-        late = self._playout.playing and self._playout.held_s > 0
         try:
             taken = self._playout.push(chunk, now_s)
         except ValueError as error:
@@ -304,7 +304,6 @@ class LiveSession:
             self._conversation.stamp("generated", now_s - chunk.decode_ms / 1000)
             self._conversation.stamp("frames", now_s)
         self._counters.count("chunks_total")
-        self._counters.count("late_chunks_total", float(late))
         self._counters.observe("step_ms", chunk.step_ms)
         self._counters.observe("decode_ms", chunk.decode_ms)
         self._ladder.chunk(now_s, chunk.passes, chunk.step_ms, chunk.decode_ms)

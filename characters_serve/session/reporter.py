@@ -55,7 +55,7 @@ class Reporter:
         new = self._playout.underruns - self._underruns
         if new:
             self._underruns = self._playout.underruns
-            self._counters.count("underruns_total", new)
+            self._counters.count("late_chunks_total", new)
         return new
 
     def chunk_awaited(self, waited_s: float) -> None:

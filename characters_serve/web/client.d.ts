@@ -23,6 +23,13 @@ export interface Character {
   image: string;
 }
 
+/** Of an uploaded image: where it is not familiar, mouth and eyes may be off. */
+export interface Picture {
+  expression: number;
+  least: number;
+  familiar: boolean;
+}
+
 export interface Video {
   width: number;
   height: number;
@@ -47,6 +54,8 @@ export interface StartOptions {
   image?: Blob;
   /** Of that image. */
   name?: string;
+  /** Of that image: who it is, in words for a chat endpoint. */
+  persona?: string;
   /** One that a backend of yours has made. */
   session?: SessionInfo;
   mic?: MediaStream | boolean;
@@ -58,6 +67,7 @@ export interface Metrics {
   fps?: number;
   buffer?: number;
   late?: number;
+  held_ms?: number;
   passes?: number;
   turn_latency_ms?: number | null;
   turn?: Record<string, number>;
@@ -80,7 +90,7 @@ export interface Events {
     positionMs?: number | null;
   };
   metrics: Metrics;
-  ready: { listener: string; voice: string };
+  ready: { listener: string; voice: string; picture: Picture | null };
   mic: { stream: MediaStream | null };
   audioblocked: Record<string, never>;
   error: CharacterError;

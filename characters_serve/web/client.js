@@ -19,9 +19,11 @@
  *   transcript    {role: "user"|"character", turn, text, final, interrupted}
  *                 `text` is the turn so far; an event with the same role and turn replaces it
  *   speaking      {who: "user"|"character", speaking, interrupted, positionMs}
- *   metrics       {fps, buffer, turn_latency_ms, turn, passes, late, rtt_ms}
- *                 `turn`: milliseconds from the end of the user's speech to each stage of the last
- *                 turn: end_of_turn, transcript, reply, first_audio, step, frames, voice, heard, ...
+ *   metrics       {fps, buffer, late, held_ms, passes, rtt_ms, turn_latency_ms, turn}
+ *                 `buffer`: chunks in hand; `late`: those that came late; `held_ms`: how long pictures
+ *                 stood still for them; `passes`: of each chunk now; `turn`: milliseconds from the end
+ *                 of the user's speech to each stage of the last turn: end_of_turn, transcript, reply,
+ *                 first_audio, step, frames, voice, heard, ...
  *   ready         {listener, voice, picture}       what listens and what speaks, in words; `picture`
  *                 {expression, least, familiar} of an uploaded one, or null: where it is not familiar,
  *                 mouth and eyes may be off
@@ -29,7 +31,8 @@
  *   audioblocked  {}                               the browser wants a tap first: call unmuteOutput()
  *   error         CharacterError                   `fatal` says whether the session is over
  *   message       any server event, as it came: {label: "rtvi-ai", id, type, data}
- *   ended         {reason, message, failed, error} exactly once, last
+ *   ended         {reason, message, failed, error} exactly once, last; `reason`: stop()'s own, an
+ *                 error's code, or the server's words
  */
 
 const PING_PERIOD_MS = 1000;
@@ -197,11 +200,12 @@ export class CharacterSession extends EventTarget {
    * @param {string} [options.character] a preset's id
    * @param {Blob} [options.image] or an image of your own
    * @param {string} [options.name] a name for that image
+   * @param {string} [options.persona] and who it is, in words for a chat endpoint
    * @param {SessionInfo} [options.session] or a session that your own backend has made
    * @param {MediaStream|boolean} [options.mic] a stream of yours (we never stop it), or true to ask
    * @param {HTMLVideoElement|null} [options.video] plays the picture and the voice
    */
-  async start({ character, image, name, session, mic = true, video = null }) {
+  async start({ character, image, name, persona, session, mic = true, video = null }) {
     if (this.#state !== "idle") {
       throw new CharacterError("misuse", "A session object is used once; make a new one.");
     }
@@ -215,7 +219,7 @@ export class CharacterSession extends EventTarget {
       }
       this.#throwIfFinished();
       this.#setState("creating");
-      const info = session ?? (await this.#create(character, image, name));
+      const info = session ?? (await this.#create({ character, image, name, persona }));
       this.#info = info;
       this.#token = "";
       if (this.#finished) {
@@ -368,18 +372,17 @@ export class CharacterSession extends EventTarget {
   // ------------------------------------------------------------------ making the session
 
   /**
-   * @param {string|undefined} character
-   * @param {Blob|undefined} image
-   * @param {string|undefined} name
+   * @param {{character?: string, image?: Blob, name?: string, persona?: string}} what
    * @returns {Promise<SessionInfo>}
    */
-  async #create(character, image, name) {
+  async #create({ character, image, name, persona }) {
     /** @type {FormData|{character: string|undefined}} */
     let body = { character };
     if (image) {
       body = new FormData();
       body.append("image", image, image instanceof File ? image.name : "image");
       if (name) body.append("name", name);
+      if (persona) body.append("persona", persona);
     }
     // Not cancelled by stop(): only its answer tells which seat to give back.
     const response = await request(`${this.#baseUrl}/v1/sessions`, {

@@ -25,7 +25,7 @@ from characters_serve.config import (
 from characters_serve.engine.rank import Rank
 from characters_serve.engine.ranks import Order, PeerLost, Ranks
 from characters_serve.engine.steady_sum import SteadySum
-from characters_serve.engine.step_input import PackedStep, window_samples
+from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
@@ -130,7 +130,7 @@ def test_no_latent_is_sent_of_sums_that_missed_a_rank(tmp_path: Path) -> None:
         "one",
         0,
         0,
-        bytes(2 * window_samples(SMALL)),
+        bytes(2 * SMALL.audio_window_samples),
         b"",
         bytes(4 * SMALL.frames_per_chunk * SMALL.num_controls),
         0,

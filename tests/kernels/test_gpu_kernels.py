@@ -138,9 +138,9 @@ def test_every_clamped_value_is_counted_once(dim: int) -> None:
     rows = 10 * random(TOKENS, dim)
     gate, shift = torch.ones(dim, device="cuda"), torch.zeros(dim, device="cuda")
     counted = []
-    for op in (norm.residual_norm, norm.residual_norm_reference):
+    for normalise in (norm.residual_norm, norm.residual_norm_reference):
         out, saturated = empty(TOKENS, dim, dtype=E4M3), counter()
-        op(rows.clone(), None, None, gate, shift, 1e-6, scale(1) / 10, out, saturated)
+        normalise(rows.clone(), None, None, gate, shift, 1e-6, scale(1) / 10, out, saturated)
         counted.append(int(saturated))
     for activate in (gelu_quant.gelu_quant, gelu_quant.gelu_quant_reference):
         out, saturated = empty(TOKENS, dim, dtype=E4M3), counter()

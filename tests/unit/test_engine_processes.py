@@ -20,7 +20,6 @@ import pytest_asyncio
 from characters_serve.channels import Channel, endpoint
 from characters_serve.config import Config, EngineConfig, ModelConfig, Optimizations
 from characters_serve.engine.pattern import luma_of, read_counter
-from characters_serve.engine.step_input import window_samples
 from characters_serve.messages import (
     CharacterEnded,
     CharacterReady,
@@ -99,7 +98,7 @@ class Group:
 
     def step(self, session_id: str, chunk_index: int, passes: int = 4) -> StepInput:
         model = self.model
-        window = np.random.default_rng(chunk_index).normal(0, 3000, window_samples(model))
+        window = np.random.default_rng(chunk_index).normal(0, 3000, model.audio_window_samples)
         return StepInput(
             session_id=session_id,
             epoch=1,

@@ -53,6 +53,12 @@ def error(found: Tensor) -> float:
     return float((found - plain).norm() / plain.norm())
 
 
+def test_the_plain_pass_is_the_networks_own() -> None:
+    whole = Denoiser(network(), SMALL, PLAIN)
+    whole._pass = whole._whole_pass
+    assert torch.equal(session(whole, STEPS), plain_session())
+
+
 @pytest.mark.parametrize(
     "flags",
     [

@@ -143,12 +143,12 @@ def test_an_ipv6_client_is_its_network() -> None:
     ("state", "in_state_s", "reason"),
     [
         ("ready", 30 + HOST_SLACK_S, None),
-        ("ready", 31 + HOST_SLACK_S, "nobody connected"),
-        ("reconnecting", 21 + HOST_SLACK_S, "connection lost"),
+        ("ready", 31 + HOST_SLACK_S, "no client connected in time"),
+        ("reconnecting", 21 + HOST_SLACK_S, "the client did not come back"),
         ("ending", 31 + HOST_SLACK_S, "draining"),
         ("queued", 2000, None),
         ("live", 600, None),
-        ("live", 901 + 30 + HOST_SLACK_S, "max_duration"),
+        ("live", 901 + 30 + HOST_SLACK_S, "maximum duration"),
     ],
 )
 def test_a_host_that_forgets_a_deadline_is_reminded(

@@ -249,9 +249,21 @@ async def test_when_the_server_is_killed_nothing_survives_it(tmp_path: Path) -> 
                 await asyncio.sleep(0.05)
 
 
-def test_a_mistake_is_one_line_and_exit_code_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve", "--set", "server.prot=1"]) == cli.EXIT_CONFIG
-    assert capsys.readouterr().err == "characters: server.prot: there is no such setting\n"
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("server.prot=1", "server.prot: there is no such setting"),
+        (
+            "server.allowed_origins=https://a.example",
+            "server.allowed_origins: should be a list: [a, b]",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_two(
+    setting: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--set", setting]) == cli.EXIT_CONFIG
+    assert capsys.readouterr().err == f"characters: {words}\n"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])

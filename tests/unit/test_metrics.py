@@ -125,7 +125,8 @@ def test_shares_at_or_below_the_mark_can_be_read_from_the_histogram() -> None:
 
 def test_every_host_counter_is_there_before_a_host_reports() -> None:
     text = registry().render().decode()
-    for name in COUNTERS:
+    for name, words in COUNTERS.items():
+        assert f"\n# HELP characters_{name} {words}\n" in text
         assert f"\ncharacters_{name} 0.0" in text
 
 

@@ -113,3 +113,13 @@ def test_the_document_is_served_and_names_how_to_sign_in(url: str) -> None:
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert ("{session_id}" in path) <= ("security" in operation), path
+
+
+def test_the_document_names_what_bodies_do_not_show() -> None:
+    operations = [o for methods in schema.raw_schema["paths"].values() for o in methods.values()]
+    headers = {h for o in operations for r in o["responses"].values() for h in r.get("headers", {})}
+    assert headers == {"Location", "Resume-Token", "Retry-After"}  # what the edge exposes
+    parameters = {
+        p["name"] for o in operations for p in o.get("parameters", ()) if p["in"] == "query"
+    }
+    assert parameters == {"takeover"}

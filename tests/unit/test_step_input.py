@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from characters_serve.config import AudioConfig, ModelConfig
-from characters_serve.engine.step_input import PackedStep, window_samples
+from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import StepInput
 from characters_serve.model.audio import LogMel
-from characters_serve.session.chunker import window_geometry
 
 MODEL = ModelConfig()
 CPU = torch.device("cpu")
 
 
 def step(**changes: object) -> StepInput:
-    window = np.arange(window_samples(MODEL)) % 65_536 - 32_768
+    window = np.arange(MODEL.audio_window_samples) % 65_536 - 32_768
     controls = np.arange(MODEL.frames_per_chunk * MODEL.num_controls, dtype="<f4") / 7
     fields: dict[str, object] = {
         "session_id": "s",
@@ -81,5 +80,4 @@ def test_window_is_the_one_that_log_mel_takes(model: ModelConfig) -> None:
         model.mels_per_frame * model.frames_per_chunk,
         audio.future_frames,
     )
-    assert window_samples(model) == log_mel.window_samples
-    assert window_samples(model) == window_geometry(model).total
+    assert model.audio_window_samples == log_mel.window_samples

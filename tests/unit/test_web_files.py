@@ -121,4 +121,17 @@ def test_the_types_are_those_of_the_client() -> None:
         re.findall(r"^  (\w+): ", types.split("interface Events {")[1].split("\n}")[0], re.M)
     )
     assert events == set(re.findall(r'#emit\("(\w+)"', client))
-    assert events == set(re.findall(r"^ \*   (\w+) {2,}\S", client.split("*/")[0], re.M))
+    header = client.split("*/")[0]
+    assert events == set(re.findall(r"^ \*   (\w+) {2,}\S", header, re.M))
+
+    def fields(of: str) -> set[str]:
+        return set(re.findall(r"(\w+)\??:", of))
+
+    inline = types.split("interface Events {")[1].split("\n}")[0]
+    declared = dict(re.findall(r"^  (\w+): \{(.*?)\};$", inline, re.M | re.S))
+    declared["metrics"] = types.split("interface Metrics {")[1].split("\n}")[0]
+    described = dict(re.findall(r"^ \*   (\w+) .*?\{(.+)\}", header, re.M))
+    assert set(declared) | {"audioblocked", "error"} == events
+    for event, names in declared.items():
+        words = re.sub(r": [^,]+", "", described[event])
+        assert set(words.split(", ")) == fields(names), event
