@@ -382,7 +382,7 @@ class EngineConfig(Frozen):
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
     stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
-    passes: Positive | None = Field(None, description="passes a chunk; else all noise levels")
+    passes: Positive | None = Field(2, description="passes a chunk; null: all noise levels")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
     idle_passes: Positive = Field(2, description="passes of a chunk in which nothing is said")
     pattern: PatternConfig = PatternConfig()

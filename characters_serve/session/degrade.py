@@ -76,7 +76,7 @@ class DegradeLadder:
 
     def _trouble(self, now_s: float) -> None:
         self._trouble_s = now_s
-        if self.degraded:
+        if self.degraded or self._degraded_passes >= self._passes:
             return
         self.degraded = True
         relapsed = self._recovered_s is not None and now_s - self._recovered_s < RELAPSE_S

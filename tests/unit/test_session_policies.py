@@ -102,9 +102,9 @@ def test_old_activity_does_not_renew_a_notice() -> None:
 # ---------------------------------------------------------------- degrade ladder
 
 
-def ladder(*, overlapped: bool = True) -> DegradeLadder:
+def ladder(*, passes: int = 4, overlapped: bool = True) -> DegradeLadder:
     made = DegradeLadder(
-        passes=4, degraded_passes=2, idle_passes=2, period_s=0.16, overlapped=overlapped
+        passes=passes, degraded_passes=2, idle_passes=2, period_s=0.16, overlapped=overlapped
     )
     for _ in range(WARMUP_CHUNKS):
         made.chunk(0, made.passes, 1000, 1000)  # the first chunks are slow and say nothing
@@ -127,6 +127,14 @@ def test_chunks_in_which_nothing_is_said_have_fewer_passes_and_hide_no_trouble()
     assert made.passes == made.idle_passes == 2
     made.chunk(40, 2, 80, 50)
     assert made.passes == 4, "what idles shows that the engine keeps up again"
+
+
+def test_an_engine_with_nothing_to_leave_out_is_late_and_not_degraded() -> None:
+    made = ladder(passes=2)
+    for second in range(20):
+        made.chunk(second, 2, 200, 50)
+        made.underrun(second)
+    assert not made.degraded and made.load > 1
 
 
 def test_one_process_for_both_must_fit_both() -> None:
