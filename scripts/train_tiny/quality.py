@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from characters_serve.config import ModelConfig
+from characters_serve.config import Config, ModelConfig
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.idle_controls import NUM_CONTROLS
 from characters_serve.model.weights import BUILTIN, load_generator
@@ -392,7 +392,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=10, help="of the talk")
     parser.add_argument("--hour-minutes", type=int, default=60, help="of the presets' hour")
     parser.add_argument("--window-seconds", type=float, default=8)
-    parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--passes", type=int, default=Config().passes)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)  # on a busy machine two wait for each other
