@@ -132,7 +132,7 @@ class ModelConfig(Frozen):
     rope_split: tuple[int, int, int] = Field((24, 20, 20), description="dims for time, row, column")
     rope_theta: tuple[float, float, float] = (1000.0, 50.0, 50.0)
 
-    noise_levels: tuple[float, ...] = Field((1.0, 0.75, 0.5, 0.25), description="one pass for each")
+    noise_levels: tuple[float, ...] = Field((1.0, 0.25), description="one pass for each")
     first_noise_levels: tuple[float, ...] = Field((), description="of the first chunk, if others")
     redraw_noise: bool = Field(False, description="new noise for each pass, not the chunk's own")
     cache_policy: Literal["last_pass", "per_pass", "clean_pass"] = "last_pass"
@@ -382,7 +382,7 @@ class EngineConfig(Frozen):
     decoder_threads: Positive = 1
     ready_timeout_s: Seconds = 120.0
     stall_timeout_s: Seconds = Field(10.0, description="without a chunk a live group is unhealthy")
-    passes: Positive | None = Field(2, description="passes a chunk; null: all noise levels")
+    passes: Positive | None = Field(None, description="passes a chunk; null: all noise levels")
     degraded_passes: Positive = Field(2, description="passes a chunk when the engine runs late")
     idle_passes: Positive = Field(2, description="passes of a chunk in which nothing is said")
     pattern: PatternConfig = PatternConfig()

@@ -12,7 +12,8 @@ from characters_serve.config import Config, EngineConfig, ModelConfig
 
 def test_result_names_its_numbers_and_their_origin() -> None:
     threads = torch.get_num_threads()
-    config = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
+    model = ModelConfig(weights="synthetic", noise_levels=(1.0, 0.75, 0.5, 0.25))
+    config = Config(model=model, engine=EngineConfig(device="cpu"))
     try:
         result = measure(config, num_steps=3)
     finally:

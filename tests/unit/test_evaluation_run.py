@@ -106,8 +106,8 @@ def test_a_changed_configuration_of_the_same_name_is_scored_anew(
 ) -> None:
     one = plan(tmp_path, recordings, clips=1, reruns=0)
     evaluate(one)
-    fewer = CPU.model_copy(update={"model": SMALL.model_copy(update={"noise_levels": (1.0, 0.25)})})
-    evaluate(replace(one, configurations={"plain": PLAIN, "ring": fewer}))
+    more = CPU.model_copy(update={"model": SMALL.model_copy(update={"noise_levels": (1, 0.6, 0.2)})})
+    evaluate(replace(one, configurations={"plain": PLAIN, "ring": more}))
     assert scored == ["plain-0-000", "ring-0-000", "ring-0-000"]
     evaluate(replace(one, window_s=1.0))
     assert len(scored) == 5

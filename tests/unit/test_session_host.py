@@ -42,7 +42,7 @@ from tests.unit.session_rig import Browser, HostParent, ping
 from tests.waiting import until
 
 CONFIG = Config(
-    model=ModelConfig(width=192, height=128),
+    model=ModelConfig(width=192, height=128, noise_levels=(1.0, 0.75, 0.5, 0.25)),
     engine=EngineConfig(kind="pattern", passes=3),
     agent=AgentConfig(kind="none"),
     session=SessionConfig(connect_timeout_s=6.0, reconnect_grace_s=3.0),
