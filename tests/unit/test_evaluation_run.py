@@ -106,7 +106,8 @@ def test_a_changed_configuration_of_the_same_name_is_scored_anew(
 ) -> None:
     one = plan(tmp_path, recordings, clips=1, reruns=0)
     evaluate(one)
-    more = CPU.model_copy(update={"model": SMALL.model_copy(update={"noise_levels": (1, 0.6, 0.2)})})
+    model = SMALL.model_copy(update={"noise_levels": (1.0, 0.6, 0.25)})
+    more = CPU.model_copy(update={"model": model})
     evaluate(replace(one, configurations={"plain": PLAIN, "ring": more}))
     assert scored == ["plain-0-000", "ring-0-000", "ring-0-000"]
     evaluate(replace(one, window_s=1.0))
