@@ -156,6 +156,7 @@ async function placeImage(file) {
   } catch {
     return complain("That image could not be read", "The file may be damaged. Try another one.");
   }
+  if (session) return; // begun while a large one was read
   hideNotice();
   placing.show(picture, pictureSize);
   if (!$("placing").open) $("placing").showModal();
