@@ -3,11 +3,12 @@
  * Knows nothing of WebRTC or HTTP; all of that is in client.js.
  */
 import { CharacterSession } from "/client.js";
+import { Placing } from "/placing.js";
 
 const $ = (/** @type {string} */ id) => /** @type {any} */ (document.getElementById(id));
 
 const MAX_IMAGE_BYTES = 30 * 1024 * 1024;
-const MAX_IMAGE_SIDE_PX = 1536;
+const MAX_IMAGE_SIDE_PX = 3072;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 // A server key belongs on a server. For an operator's own test it may be given as #key=…, which
 // browsers never send anywhere.
@@ -39,8 +40,8 @@ const END_WORDS = {
 
 /** @type {{kind: "preset"|"upload", id: string, name: string, style: string, blurb: string, image?: any}|null} */
 let selected = null;
-/** Width of the character's picture over its height. */
-let ratio = 3 / 2;
+/** @type {{width: number, height: number}|null} The model's pictures, in pixels. */
+let pictureSize = null;
 /** @type {{blob: Blob, bitmap: ImageBitmap}|null} */
 let upload = null;
 /** @type {CharacterSession|null} */
@@ -59,8 +60,8 @@ async function loadCharacters() {
   const cards = $("cards");
   try {
     const { characters, video } = await CharacterSession.describeServer({ serverKey });
-    ratio = video.width / video.height;
-    document.documentElement.style.setProperty("--ratio", String(ratio));
+    pictureSize = video;
+    document.documentElement.style.setProperty("--ratio", String(video.width / video.height));
     cards.replaceChildren(...characters.map((character) => card({ kind: "preset", ...character })));
     if (characters.length) select(cards.querySelector("input"));
     else setText("picker-hint", "This server has no presets; use an image of your own.");
@@ -121,7 +122,7 @@ function choose(character) {
   const isUpload = character.kind === "upload";
   $("portrait").hidden = isUpload;
   $("upload-portrait").hidden = !isUpload;
-  if (isUpload && upload) paint($("upload-portrait"), upload.bitmap, 1080, 1080 / ratio);
+  if (isUpload && upload) paint($("upload-portrait"), upload.bitmap, upload.bitmap.width, upload.bitmap.height);
   else $("portrait").src = character.image;
   $("portrait").alt = `${character.name}, ${character.style}`;
   $("about-name").textContent = character.name;
@@ -139,20 +140,45 @@ function paint(canvas, bitmap, width, height) {
 }
 
 /** @param {Blob|undefined|null} file */
-async function useImage(file) {
-  if (!file || session) return;
-  const complain = (title, text) => showNotice({ tone: "warn", title, text });
+async function placeImage(file) {
+  if (!file || session || !pictureSize) return;
+  const complain = (title, text) => {
+    $("placing").close();
+    showNotice({ tone: "warn", title, text });
+  };
   if (!IMAGE_TYPES.includes(file.type)) {
     return complain("That is not an image this server takes", "Use a PNG, JPEG or WebP picture.");
   }
   if (file.size > MAX_IMAGE_BYTES) return complain("That image is too large", "Use one below 30 MB.");
-  let bitmap;
+  let picture;
   try {
-    bitmap = await createImageBitmap(file);
+    picture = await decode(file);
   } catch {
     return complain("That image could not be read", "The file may be damaged. Try another one.");
   }
-  upload = { bitmap, blob: await shrink(file, bitmap) };
+  if (session) return; // begun while a large one was read
+  hideNotice();
+  placing.show(picture, pictureSize);
+  if (!$("placing").open) $("placing").showModal();
+}
+
+/** Upright, as the camera was held; large ones smaller, so that they follow the finger. */
+async function decode(file) {
+  const whole = await createImageBitmap(file);
+  const scale = MAX_IMAGE_SIDE_PX / Math.max(whole.width, whole.height);
+  if (scale >= 1) return whole;
+  const [resizeWidth, resizeHeight] = [whole.width, whole.height].map((side) => Math.max(1, Math.round(side * scale)));
+  const smaller = await createImageBitmap(whole, { resizeWidth, resizeHeight, resizeQuality: "high" });
+  whole.close();
+  return smaller;
+}
+
+/** Only what was placed leaves the device, and none of the camera's data. */
+async function usePlaced() {
+  const canvas = $("placing-picture");
+  const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.95));
+  upload = { blob, bitmap: await createImageBitmap(canvas) };
+  $("placing").close();
   document.querySelector('[data-testid="gallery-card-upload"]')?.remove();
   const own = card({
     kind: "upload",
@@ -164,18 +190,6 @@ async function useImage(file) {
   $("cards").prepend(own);
   select(own.querySelector("input"));
   own.scrollIntoView({ block: "nearest", inline: "nearest" });
-}
-
-/** Large pictures are made smaller here: a quicker upload, and no camera data leaves the device. */
-async function shrink(file, bitmap) {
-  const scale = MAX_IMAGE_SIDE_PX / Math.max(bitmap.width, bitmap.height);
-  if (scale >= 1) return file;
-  const canvas = document.createElement("canvas");
-  canvas.width = Math.round(bitmap.width * scale);
-  canvas.height = Math.round(bitmap.height * scale);
-  canvas.getContext("2d")?.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
-  const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/jpeg", 0.92));
-  return blob ?? file;
 }
 
 // ---------------------------------------------------------------------------- a conversation
@@ -638,16 +652,19 @@ addEventListener("keydown", (event) => {
   else if (event.key.toLowerCase() === "m" && !typing) void toggleMute();
 });
 
-$("pick").addEventListener("click", () => $("file").click());
+const placing = new Placing($("placing-picture"), $("placing-zoom"));
+$("placing-use").addEventListener("click", usePlaced);
+$("placing-cancel").addEventListener("click", () => $("placing").close());
+for (const id of ["pick", "placing-another"]) $(id).addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", () => {
-  void useImage($("file").files?.[0]);
+  void placeImage($("file").files?.[0]);
   $("file").value = "";
 });
 addEventListener("paste", (event) => {
   const file = [...(event.clipboardData?.files ?? [])][0];
   if (!file) return;
   event.preventDefault();
-  void useImage(file);
+  void placeImage(file);
 });
 
 let dragDepth = 0;
@@ -663,7 +680,7 @@ addEventListener("drop", (event) => {
   if (!carriesFile(event)) return;
   event.preventDefault();
   dragging(0);
-  void useImage(event.dataTransfer?.files[0]);
+  void placeImage(event.dataTransfer?.files[0]);
 });
 
 setInterval(() => PREPARING.includes(state) && drawSteps(), 1000);

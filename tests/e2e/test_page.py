@@ -130,6 +130,7 @@ async def test_a_picture_without_a_face_is_said_to_be_unusual(
     async with browser() as launched:
         tab = await new_tab(launched, character)
         await tab.page.get_by_test_id("file-input").set_input_files(picture)
+        await tab.page.get_by_test_id("placing-use").click()
         await tab.talk("talk-text")
         notice = tab.page.get_by_test_id("error")
         await expect(notice).to_contain_text("unlike what the model has learnt")

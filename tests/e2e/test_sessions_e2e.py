@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import statistics
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import numpy as np
 import psutil
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageDraw
 from playwright.async_api import Route, expect
 
+from characters_serve.gateway.images import BACKGROUND
 from tests.e2e.rig import (
     JUDGED,
     Measure,
@@ -316,7 +319,7 @@ async def test_an_image_of_ones_own_without_a_microphone(pattern: Server, tmp_pa
         await tab.page.get_by_test_id("file-input").set_input_files(broken)
         await expect(tab.page.get_by_test_id("error")).to_contain_text("could not be read")
         await tab.page.get_by_test_id("file-input").set_input_files(picture)
-        await expect(tab.page.get_by_test_id("gallery-card-upload")).to_be_visible()
+        await tab.page.get_by_test_id("placing-use").click()
         await tab.page.get_by_test_id("upload-name").fill("Blue")
         await tab.talk("talk")
         await expect(tab.page.get_by_test_id("error")).to_contain_text("Microphone not allowed")
@@ -326,6 +329,60 @@ async def test_an_image_of_ones_own_without_a_microphone(pattern: Server, tmp_pa
         await tab.page.get_by_test_id("stop").click()
         await tab.reach("idle")
     await freed(pattern, 5)
+
+
+def photo_of_a_disc(path: Path) -> Path:
+    """Upright 2400 x 3200, a red disc of radius 200 up and right of its middle; lies on its side in
+    the file, as cameras leave it."""
+    upright = Image.new("RGB", (2400, 3200), (40, 120, 200))
+    ImageDraw.Draw(upright).circle((1776, 779), 200, fill=(230, 20, 20))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    return path
+
+
+KEEP_IMAGE = """
+const fetchAsBefore = window.fetch;
+window.fetch = (url, options) => {
+  if (options?.body instanceof FormData) window.sentImage = options.body.get("image");
+  return fetchAsBefore(url, options);
+};
+"""
+READ_IMAGE = "async () => [...new Uint8Array(await window.sentImage.arrayBuffer())]"
+
+
+async def test_an_image_is_sent_as_it_was_placed(pattern: Server, tmp_path: Path) -> None:
+    photo = photo_of_a_disc(tmp_path / "photo.jpg")
+    async with browser() as launched:
+        tab = await new_tab(launched, pattern, before=KEEP_IMAGE)
+        await tab.page.get_by_test_id("file-input").set_input_files(photo)
+        picture = tab.page.get_by_test_id("placing-picture")
+        await expect(picture).to_be_focused()
+        for key in ("Shift+ArrowLeft", "ArrowLeft") * 2 + ("+",) * 5:
+            await tab.page.keyboard.press(key)
+        box = await picture.bounding_box()
+        assert box is not None and box["width"] / box["height"] == pytest.approx(1.5, rel=0.01)
+        x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+        await tab.page.mouse.move(x, y - 100)
+        await tab.page.mouse.down()
+        await tab.page.mouse.move(x, y - 100 + 0.12 * 1.1**5 * box["width"])
+        await tab.page.mouse.up()
+        await tab.page.get_by_test_id("placing-use").click()
+        await tab.talk()
+        sent = Image.open(io.BytesIO(bytes(await tab.page.evaluate(READ_IMAGE))))
+        await tab.page.get_by_test_id("stop").click()
+        await tab.reach("idle")
+        assert tab.complaints == []
+    assert (sent.format, sent.size) == ("JPEG", (3 * 384, 3 * 256))
+    assert not sent.getexif()
+    red = np.asarray(sent.convert("RGB"), np.int16) @ (1, 0, -1) > 100
+    rows, columns = red.nonzero()
+    assert columns.mean() == pytest.approx(sent.width / 2, abs=4)
+    assert rows.mean() == pytest.approx(sent.height / 2, abs=4)
+    # The picture covered the frame at first, which the keys have enlarged from there.
+    assert np.ptp(columns) == pytest.approx(400 / 2400 * 1.1**5 * sent.width, abs=6)
+    assert sent.getpixel((sent.width - 1, 0)) == pytest.approx(BACKGROUND, abs=3)
 
 
 # ---------------------------------------------------------------- with somebody to talk to

@@ -34,7 +34,9 @@ ELEMENTS = _Elements(PAGE)
 
 
 def test_the_files_are_the_ones_expected() -> None:
-    assert FILES == ["client.d.ts", "client.js", "icon.svg", "index.html", "page.js", "style.css"]
+    client = ["client.d.ts", "client.js"]
+    page = ["icon.svg", "index.html", "page.js", "placing.js", "style.css"]
+    assert client + page == FILES
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -60,7 +62,7 @@ def test_what_the_page_refers_to_exists() -> None:
 
 
 def test_modules_import_only_files_of_ours() -> None:
-    for name in ("client.js", "page.js"):
+    for name in ("client.js", "page.js", "placing.js"):
         for module in re.findall(r'^import .*?from "(.+?)";', (WEB / name).read_text(), re.M):
             assert (WEB / module.removeprefix("/")).is_file(), module
     client = (WEB / "client.js").read_text()
