@@ -62,6 +62,12 @@ def main() -> None:
         "--autoencoder-share", type=float, default=0.38, help="of the seconds; 0 keeps it as it is"
     )
     parser.add_argument(
+        "--teacher-share",
+        type=float,
+        default=0.35,
+        help="of the transformer's seconds: in true context; then in that of its own rollouts",
+    )
+    parser.add_argument(
         "--resume",
         type=Path,
         nargs="?",
@@ -143,6 +149,7 @@ def main() -> None:
         chunks=12 if cuda else 6,
         decoded=options.decoded,
         rate=options.rate,
+        teacher_share=options.teacher_share,
         seed=options.seed,
     )
     save_network(dit, options.run, "dit")

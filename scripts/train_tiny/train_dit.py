@@ -57,7 +57,6 @@ MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
 CONTROLS = NUM_CONTROLS + MOUTH_CONTROLS
 PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
-TEACHER_SHARE = 0.35
 REFRESH_STEPS, REFRESHED = 80, 1024
 """Of the rollouts that stand for true context: every 80 steps so many clips are rolled anew."""
 READ_WEIGHT = 2.0
@@ -605,9 +604,12 @@ def train_dit(
     chunks: int,
     decoded: int,
     rate: float,
+    teacher_share: float,
     seed: int,
 ) -> tuple[CharacterDiT, Autoencoder, dict[str, Any]]:
-    """Returns averaged weights of the transformer and of the decoder that was trained on, and
+    """teacher_share: of the seconds, those in true context, before its own rollouts'.
+
+    Returns averaged weights of the transformer and of the decoder that was trained on, and
     the record of the run."""
     device = source.device
     cuda = device.type == "cuda"
@@ -649,7 +651,7 @@ def train_dit(
         if step == COMPILE_STEPS:
             say(f"dit compiled in {elapsed:.1f} s")
             started, total = time.monotonic(), seconds_left()
-        rolling = elapsed > TEACHER_SHARE * total
+        rolling = elapsed >= teacher_share * total
         if rolling and step % REFRESH_STEPS == 0:
             which = step // REFRESH_STEPS % 2
             training.context.refresh(passes=(len(model.noise_levels), 2)[which])
