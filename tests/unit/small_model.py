@@ -23,6 +23,7 @@ SMALL = ModelConfig(
     mlp_dim=96,
     adaln_rank=16,
     rope_split=(12, 10, 10),
+    noise_levels=(1.0, 0.75, 0.5, 0.25),
 )
 
 

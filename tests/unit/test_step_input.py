@@ -11,7 +11,7 @@ from characters_serve.engine.step_input import PackedStep
 from characters_serve.messages import StepInput
 from characters_serve.model.audio import LogMel
 
-MODEL = ModelConfig()
+MODEL = ModelConfig(noise_levels=(1.0, 0.75, 0.5, 0.25))
 CPU = torch.device("cpu")
 
 
