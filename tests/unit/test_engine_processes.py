@@ -37,7 +37,10 @@ from characters_serve.processes import ChildFailed, ChildProcess
 from tests.unit.small_model import SMALL
 
 PATTERN = Config(engine=EngineConfig(kind="pattern"))
-DIFFUSION = Config(model=ModelConfig(weights="synthetic"), engine=EngineConfig(device="cpu"))
+DIFFUSION = Config(
+    model=ModelConfig(weights="synthetic", noise_levels=(1.0, 0.75, 0.5, 0.25)),
+    engine=EngineConfig(device="cpu"),
+)
 ANSWER_S = 30.0
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
