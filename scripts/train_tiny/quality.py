@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from characters_serve.config import Config, ModelConfig
+from characters_serve.config import ModelConfig
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.idle_controls import NUM_CONTROLS
 from characters_serve.model.weights import BUILTIN, load_generator
@@ -45,7 +45,13 @@ from scripts.train_tiny.make_presets import PRESETS, preset_attributes
 from scripts.train_tiny.networks import MouthReader, correlation
 from scripts.train_tiny.pictures import save_sheet
 from scripts.train_tiny.renderer import Renderer, region_masks, sample_characters
-from scripts.train_tiny.train_autoencoder import Autoencoder, load_autoencoder, mouth_crops, say
+from scripts.train_tiny.train_autoencoder import (
+    Autoencoder,
+    load_autoencoder,
+    mouth_crops,
+    psnr,
+    say,
+)
 from scripts.train_tiny.train_dit import roll_out
 
 CHECKPOINT: Final = Path(__file__).parent / "checkpoint"
@@ -124,7 +130,7 @@ def converse(
 
 @torch.no_grad()
 def watch(
-    dit: CharacterDiT, judges: Judges, talk: Talk, starts: list[int], length: int, passes: int
+    dit: CharacterDiT, judges: Judges, talk: Talk, starts: list[int], length: int
 ) -> Iterator[tuple[Seen, list[Tensor]]]:
     """Rolls the talk and looks at windows of it, each beginning at one of the chunks `starts`.
 
@@ -133,7 +139,7 @@ def watch(
     kept: list[Tensor] = []
     chunks = talk.speaks.shape[1] // dit.config.frames_per_chunk
     device = talk.references.device.type
-    rolled = roll_out(dit, talk.clips, talk.references, passes, seed=7)
+    rolled = roll_out(dit, talk.clips, talk.references, seed=7)
     for chunk, latent in enumerate(tqdm(rolled, total=chunks, unit="chunk", desc="rolled")):
         kept = [*kept[-length:], latent]
         start = chunk + 1 - length
@@ -212,7 +218,7 @@ def _compare(reader: MouthReader, clips: Clips, made: Tensor, truth: Tensor) -> 
 
 def decibels(squared: Tensor) -> float:
     """Mean PSNR over characters."""
-    return round(float((-10 * torch.log10(squared.clamp(min=1e-9))).mean()), 3)
+    return round(float(psnr(squared).mean()), 3)
 
 
 def figures(windows: list[Seen], model: ModelConfig) -> dict[str, Any]:
@@ -338,7 +344,6 @@ def judge(
     *,
     windows: int,
     window_seconds: float,
-    passes: int,
     sheet: Path,
 ) -> dict[str, Any]:
     """Figures of `windows` pieces of the talk that end after equal parts of it."""
@@ -349,11 +354,12 @@ def judge(
     starts = [chunks * (i + 1) // windows - length for i in range(windows)]
     if starts[0] < 0:
         raise ValueError(f"{windows} windows of {window_seconds:g} s do not fit into the talk")
-    seen, rows = zip(*watch(dit, judges, talk, starts, length, passes), strict=True)
+    seen, rows = zip(*watch(dit, judges, talk, starts, length), strict=True)
     # An hour's sheet need not show every minute.
     shown = rows[:: -(-windows // 10)]
     save_sheet(torch.stack([picture for row in shown for picture in row]), sheet, len(rows[0]))
-    size = {"characters": count, "minutes": round(frames / model.fps / 60, 2), "passes": passes}
+    size = {"characters": count, "minutes": round(frames / model.fps / 60, 2)}
+    size["passes"] = len(model.noise_levels)
     return size | {"window_seconds": window_seconds} | figures(list(seen), model)
 
 
@@ -392,7 +398,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=10, help="of the talk")
     parser.add_argument("--hour-minutes", type=int, default=60, help="of the presets' hour")
     parser.add_argument("--window-seconds", type=float, default=8)
-    parser.add_argument("--passes", type=int, default=Config().passes)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)  # on a busy machine two wait for each other
@@ -421,7 +426,6 @@ def main() -> None:
             talk,
             windows=windows,
             window_seconds=options.window_seconds,
-            passes=options.passes,
             sheet=options.out.with_name(f"{options.out.stem}_{part}.png"),
         )
         document[part] = about(device, options.weights, command) | found

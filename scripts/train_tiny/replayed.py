@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 
-def capture(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of what `run` does to tensors that stay where they are. It must have run before."""
+def capture(
+    run: Callable[[], None], stream: torch.cuda.Stream | None = None
+) -> torch.cuda.CUDAGraph:
+    """A graph of what `run` does to tensors that stay where they are. It must have run before, on
+    the stream, if one is given."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         run()
     return graph
 
@@ -74,41 +77,39 @@ class ReplayedGradients:
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, ...]:
         """The losses, valid until the next call; gradients replace those of the parameters."""
-        self._forget()
+        for parameter in self._parameters:
+            parameter.grad = None
         if self._side is None:
             return self._run(given)
-        if self._graph is None:
-            self._calls += 1
-            if self._calls <= self._EAGER_CALLS:
-                # Aside, as the capture will be: gradients are added up on the stream they began on.
-                self._side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._side):
-                    results = self._run(given)
-                torch.cuda.current_stream().wait_stream(self._side)
-                return results
-            self._capture(given)
+        self._calls += 1
+        if self._calls <= self._EAGER_CALLS:
+            # Aside, as the capture will be: gradients are added up on the stream they began on.
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                results = self._run(given)
+            torch.cuda.current_stream().wait_stream(self._side)
+            return results
+        return self._replay(given, self._graph or self._capture(given))
+
+    def _replay(self, given: tuple[Tensor, ...], graph: torch.cuda.CUDAGraph) -> tuple[Tensor, ...]:
         for mine, x in zip(self._inputs, given, strict=True):
             mine.copy_(x)
-        assert self._graph is not None
-        self._graph.replay()
+        graph.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         return self._results
 
-    def _capture(self, given: tuple[Tensor, ...]) -> None:
+    def _capture(self, given: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         self._inputs = [x.clone() for x in given]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._side):
+
+        def run() -> None:
             self._results = self._run(tuple(self._inputs))
-        self._graph = graph
+
+        self._graph = capture(run, self._side)
         self._gradients = [parameter.grad for parameter in self._parameters]
+        return self._graph
 
     def _run(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         losses = self._losses(*given)
         losses[0].backward()  # type: ignore[no-untyped-call]
         return tuple(loss.detach() for loss in losses)
-
-    def _forget(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None

@@ -160,18 +160,16 @@ def main() -> None:
     attributes = sample_characters(options.evaluate_characters, generator, device)
     frames = options.evaluate_seconds * model.fps
     talk = converse(source, renderer, model, attributes, frames, generator)
-    for passes in (4, 2):
-        score = judge(
-            dit,
-            Judges(painter, reader, renderer),
-            talk,
-            windows=3,
-            window_seconds=8 if cuda else 1,
-            passes=passes,
-            sheet=options.run / f"rollout-{passes}.png",
-        )
-        keep(f"scores of {passes} passes", score)
-        say(json.dumps(score))
+    score = judge(
+        dit,
+        Judges(painter, reader, renderer),
+        talk,
+        windows=3,
+        window_seconds=8 if cuda else 1,
+        sheet=options.run / "rollout.png",
+    )
+    keep("scores", score)
+    say(json.dumps(score))
     say(f"done in {time.monotonic() - started:.0f} s")
 
 

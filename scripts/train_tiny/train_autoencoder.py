@@ -247,8 +247,8 @@ def score_real(
             row, told.controls, told.reference_controls, generator
         )
         made = network.decode(network.encode(truth, reference), reference).clamp(0, 1)
-        errors.append(float(decibels((made - truth).square().mean())))
-        still.append(float(decibels((reference[:, None] - truth).square().mean())))
+        errors.append(float(psnr((made - truth).square().mean())))
+        still.append(float(psnr((reference[:, None] - truth).square().mean())))
         shown += [reference[0], *truth[0, ::8], reference[0], *made[0, ::8]]
     save_sheet(torch.stack(shown), run / "autoencoder-real.png", columns=8)
     return {
@@ -257,8 +257,8 @@ def score_real(
     }
 
 
-def decibels(squared_error: Tensor) -> Tensor:
-    """PSNR of pictures in [0, 1]."""
+def psnr(squared_error: Tensor) -> Tensor:
+    """In dB, of pictures in [0, 1]."""
     return -10 * torch.log10(squared_error.clamp(min=1e-9))
 
 
@@ -270,14 +270,14 @@ def compare(clips: Clips, made: Tensor, truth: Tensor) -> dict[str, float]:
     squared = (made - truth).square().mean(2, keepdim=True).flatten(0, 1)
 
     def within(mask: Tensor) -> float:
-        return float(decibels((squared * mask).sum() / mask.sum().clamp(min=1)))
+        return float(psnr((squared * mask).sum() / mask.sum().clamp(min=1)))
 
     change = (truth.diff(dim=1)).abs().mean(2, keepdim=True)
     wrong = (made.diff(dim=1) - truth.diff(dim=1)).abs().mean(2, keepdim=True)
     inside = torch.unflatten(mouth, 0, truth.shape[:2])[:, 1:]
     area = inside.sum().clamp(min=1)
     return {
-        "whole_db": float(decibels(squared.mean())),
+        "whole_db": float(psnr(squared.mean())),
         "mouth_db": within(mouth),
         "eyes_db": within(eyes),
         "mouth_change_error": float((wrong * inside).sum() / area * 255),

@@ -340,8 +340,7 @@ def sample_levels(
 
     last = model.noise_levels[-1]
     context = torch.where(uniform(0, 1) < 0.7, last, uniform(0.05, last + 0.2))
-    # The first level twice: with two passes it is followed by the last, which is the context's.
-    served = torch.tensor((model.noise_levels[0], *model.noise_levels[:-1]), device=device)
+    served = torch.tensor(model.noise_levels[:-1], device=device)
     which = torch.randint(0, len(served), (count, chunks), generator=generator, device=device)
     denoised = torch.where(uniform(0, 1) < 0.25, uniform(last, 1.0), served[which])
     return torch.cat([context, denoised])
@@ -356,14 +355,12 @@ class RolloutContext:
         self._turn = 0
 
     @torch.no_grad()
-    def refresh(self, passes: int) -> None:
+    def refresh(self) -> None:
         groups = len(self.latents) // self._group
         rows = slice(self._turn % groups * self._group, (self._turn % groups + 1) * self._group)
         clips = Clips(*(field[rows] for field in self._pool.clips))
         self._dit.eval()
-        rolled = roll_out(
-            self._dit, clips, self._pool.references[rows], passes, self._seed + self._turn
-        )
+        rolled = roll_out(self._dit, clips, self._pool.references[rows], self._seed + self._turn)
         for chunk, latent in enumerate(rolled):
             self.latents[rows, chunk] = latent.to(self.latents.dtype)
         self._dit.train()
@@ -371,9 +368,7 @@ class RolloutContext:
 
 
 @torch.no_grad()
-def roll_out(
-    dit: CharacterDiT, clips: Clips, references: Tensor, passes: int, seed: int
-) -> Iterator[Tensor]:
+def roll_out(dit: CharacterDiT, clips: Clips, references: Tensor, seed: int) -> Iterator[Tensor]:
     """Serves all clips in step with each other; yields (N, V, C) for each chunk."""
     denoiser = Denoiser(dit, dit.config, Optimizations(), batch=len(references))
     controls = clips.idle_by_chunk(dit.config.frames_per_chunk)
@@ -381,7 +376,7 @@ def roll_out(
         denoiser.start(references.float() / 255, seed)
         for chunk in range(controls.shape[1]):
             condition = dit.condition_on_mel(clips.mel[:, chunk], controls[:, chunk])
-            yield denoiser.denoise(condition, passes)
+            yield denoiser.denoise(condition, len(dit.config.noise_levels))
 
 
 class Batch(NamedTuple):
@@ -653,8 +648,7 @@ def train_dit(
             started, total = time.monotonic(), seconds_left()
         rolling = elapsed >= teacher_share * total
         if rolling and step % REFRESH_STEPS == 0:
-            which = step // REFRESH_STEPS % 2
-            training.context.refresh(passes=(len(model.noise_levels), 2)[which])
+            training.context.refresh()
         losses = training.losses(training.draw(rolling=rolling), step)
         fall = 0.5 + 0.5 * math.cos(math.pi * min(1.0, elapsed / total))
         pace = min(1.0, (step + 1) / 150) * max(0.02, fall)
