@@ -262,7 +262,7 @@ class ShiftedCache(_CacheBuffers):
             self._move_window()
 
     def _move_window(self) -> None:
-        angles = self._positions.shift(-float(self._reset_steps))[0, : self._time_planes]
+        angles = self._positions.shift(-float(self._reset_steps))[0, : self._time_planes].float()
         caches = self._k.flatten(0, 2)
         delta_rotate(caches, angles.cos(), angles.sin(), self._prefix_slots, self._saturated)
 

@@ -1,7 +1,7 @@
 """Moves every cached key of the window in time: one pass over all caches, at each position reset.
 
     keys       (N, L, H, D)  written: N caches of L slots, e4m3 or a float format, contiguous
-    cos, sin   (P,)          float32: dim i < P turns with dim i + D/2; the other dims stay
+    cos, sin   (P,)          float32, P <= D/2: dim i < P turns with dim i + D/2; the others stay
     first_slot int           slots from here on are turned; the prefix before them is untouched
     saturated  (1,)          int32, counts values clamped to e4m3's range
 
@@ -25,6 +25,7 @@ _KEYS_PER_PROGRAM = 64
 def delta_rotate_reference(
     keys: Tensor, cos: Tensor, sin: Tensor, first_slot: int, saturated: Tensor
 ) -> None:
+    _check(keys, cos, sin)
     planes, half = cos.shape[0], keys.shape[-1] // 2
     one = torch.ones((), device=keys.device)
     for cache in keys:  # one cache at a time: the window of all in float32 would not fit
@@ -34,6 +35,16 @@ def delta_rotate_reference(
         turned = a * cos - b * sin, a * sin + b * cos
         store_as(turned[0], one, first, saturated)
         store_as(turned[1], one, second, saturated)
+
+
+def _check(keys: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if not keys.is_contiguous():
+        raise ValueError("keys must be contiguous")
+    largest = keys.shape[-1] // 2
+    if not 0 < cos.shape[0] <= largest or sin.shape != cos.shape:
+        raise ValueError(f"cos and sin must have 1 to {largest} planes, not {cos.shape[0]}")
+    if not cos.dtype == sin.dtype == torch.float32:  # the kernel would compute in theirs
+        raise ValueError(f"cos and sin must be float32, not {cos.dtype} and {sin.dtype}")
 
 
 @jit
@@ -76,12 +87,9 @@ def delta_rotate_triton(
     *,
     keys_per_program: int = _KEYS_PER_PROGRAM,
 ) -> None:
+    _check(keys, cos, sin)
     caches, slots, heads, head_dim = keys.shape
     planes = cos.shape[0]
-    if not keys.is_contiguous():
-        raise ValueError("keys must be contiguous")
-    if not 0 < planes <= head_dim // 2 or sin.shape != cos.shape:
-        raise ValueError(f"cos and sin must have 1 to {head_dim // 2} planes, not {planes}")
     num_keys = (slots - first_slot) * heads
     _delta_rotate_kernel[(-(-num_keys // keys_per_program), caches)](
         keys,

@@ -53,7 +53,9 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=40)
     parser.add_argument("--decoded", type=int, default=12, help="clips a step that are decoded")
-    parser.add_argument("--pool", type=int, default=6144, help="clips the transformer trains on")
+    parser.add_argument(
+        "--pool", type=int, default=3072, help="clips the transformer trains on at a time"
+    )
     parser.add_argument("--evaluate-characters", type=int, default=12)
     parser.add_argument("--evaluate-seconds", type=int, default=60)
     parser.add_argument("--rate", type=float, default=2e-3, help="of Muon and AdamW, at its peak")

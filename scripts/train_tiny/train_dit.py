@@ -57,12 +57,15 @@ MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
 CONTROLS = NUM_CONTROLS + MOUTH_CONTROLS
 PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
-REFRESH_STEPS, REFRESHED = 80, 1024
-"""Of the rollouts that stand for true context: every 80 steps so many clips are rolled anew."""
+REFRESH_STEPS, REFRESHED, RENEWED = 80, 1024, 256
+"""Every 80 steps so many of the pool's clips are rolled anew, and of these so many are other clips.
+
+6,144 clips for all of a run were learned by heart: an error of 0.03 on them, of 0.08 on others.
+"""
 READ_WEIGHT = 2.0
 PAINTER_RATE = 3e-4
 ADAM_ONLY = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
-AUDIO_SHARE = 0.04
+AUDIO_SHARE = 0.02
 """Of the stage's seconds: for the audio encoder alone."""
 AUDIO_RATE = 3e-3
 AUDIO_ADAM_ONLY = ("encoder.conv_in", "read")
@@ -77,6 +80,14 @@ class Pool(NamedTuple):
     clips: Clips
     references: Tensor
     latents: Tensor
+
+    def replace(self, first: int, others: Pool) -> None:
+        """These clips give way to others."""
+        rows = slice(first, first + len(others.latents))
+        mine = (*self.clips, self.references, self.latents)
+        theirs = (*others.clips, others.references, others.latents)
+        for field, other in zip(mine, theirs, strict=True):
+            field[rows] = other
 
 
 @torch.no_grad()
@@ -347,17 +358,27 @@ def sample_levels(
 
 
 class RolloutContext:
-    """Latents that stand in for the true context: the model's own, refreshed group by group."""
+    """Latents that stand in for the true context: the model's own, refreshed group by group.
 
-    def __init__(self, dit: CharacterDiT, pool: Pool, group: int, seed: int) -> None:
+    encode: so many clips never seen before, which take the place of the first of a group.
+    """
+
+    def __init__(
+        self, dit: CharacterDiT, pool: Pool, encode: Callable[[int], Pool], group: int, seed: int
+    ) -> None:
         self.latents = pool.latents.clone()
-        self._dit, self._pool, self._group, self._seed = dit, pool, group, seed
+        self._dit, self._pool, self._encode = dit, pool, encode
+        self._group, self._seed = group, seed
         self._turn = 0
 
     @torch.no_grad()
     def refresh(self) -> None:
         groups = len(self.latents) // self._group
-        rows = slice(self._turn % groups * self._group, (self._turn % groups + 1) * self._group)
+        turns, group = divmod(self._turn, groups)
+        rows = slice(group * self._group, (group + 1) * self._group)
+        renewed = min(RENEWED, self._group)
+        parts = self._group // renewed
+        self._pool.replace(rows.start + turns % parts * renewed, self._encode(renewed))
         clips = Clips(*(field[rows] for field in self._pool.clips))
         self._dit.eval()
         rolled = roll_out(self._dit, clips, self._pool.references[rows], self._seed + self._turn)
@@ -424,7 +445,8 @@ def painted_loss(
     shown: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    return picture_loss(painter.decode(latent, images, before), shown, weights)
+    made = painter.decode(latent, images, before)
+    return picture_loss(made, shown, weights, painter.model.frames_per_chunk)
 
 
 class JointTraining:
@@ -437,6 +459,7 @@ class JointTraining:
         probe: MouthProbe,
         latent_reader: LatentReader,
         pool: Pool,
+        encode: Callable[[int], Pool],
         renderer: Renderer,
         real: RealPictures | None,
         generator: torch.Generator,
@@ -451,7 +474,7 @@ class JointTraining:
         self.painter = copy.deepcopy(autoencoder).train()
         self.painter.encoder.requires_grad_(False)
         self.painter.decoder.requires_grad_(True)
-        self.context = RolloutContext(dit, pool, min(REFRESHED, len(pool.latents)), seed)
+        self.context = RolloutContext(dit, pool, encode, min(REFRESHED, len(pool.latents)), seed)
         self._model, self._device = dit.config, generator.device
         self._frames = dit.config.frames_per_chunk
         self._pool, self._renderer, self._generator = pool, renderer, generator
@@ -610,7 +633,11 @@ def train_dit(
     cuda = device.type == "cuda"
     generator = torch.Generator(device=device).manual_seed(seed)
     started = time.monotonic()
-    pool = encode_pool(autoencoder, source, renderer, pool_size, pool_chunks, generator)
+
+    def encode(count: int) -> Pool:
+        return encode_pool(autoencoder, source, renderer, count, pool_chunks, generator)
+
+    pool = encode(pool_size)
     say(
         f"dit pool of {pool_size} clips in {time.monotonic() - started:.1f} s, latent deviation "
         f"{pool.latents.float().std():.3f}, change {pool.latents.diff(dim=1).float().std():.3f}"
@@ -630,6 +657,7 @@ def train_dit(
         probe,
         latent_reader,
         pool,
+        encode,
         renderer,
         real,
         generator,
