@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from characters_kernels import attention
-from characters_kernels.delta_rotate import delta_rotate
+from characters_kernels.delta_rotate import delta_rotate, delta_rotate_triton
 from characters_kernels.fp8 import E4M3, HEADROOM, dequantise, quantise, scale_for, to_e4m3
 from characters_kernels.frame_tile import (
     join_tile,
@@ -189,6 +189,23 @@ def test_tiles_of_bf16_have_taps_in_float16_and_tiles_of_float32_in_their_own() 
     assert {taps.dtype for taps in tap_sums(weight, 4)} == {torch.float32}
     kernels = tap_sums(weight.bfloat16(), 2)
     assert [(taps.shape, taps.dtype) for taps in kernels] == [((8, 4, 3, 3), torch.float16)] * 4
+
+
+@pytest.mark.parametrize("rotate", [delta_rotate, delta_rotate_triton])
+@pytest.mark.parametrize(
+    ("width", "planes", "dtype", "says"),
+    [
+        (HEAD_DIM + 1, 3, torch.float32, "contiguous"),
+        (HEAD_DIM, HEAD_DIM, torch.float32, "1 to 8 planes"),
+        (HEAD_DIM, 3, torch.float64, "must be float32"),
+    ],
+)
+def test_other_keys_and_angles_are_refused(
+    rotate: Any, width: int, planes: int, dtype: torch.dtype, says: str
+) -> None:
+    keys = torch.zeros(2, SLOTS, HEADS, width)[..., :HEAD_DIM]
+    with pytest.raises(ValueError, match=says):
+        rotate(keys, *torch.zeros(2, planes, dtype=dtype), 0, counter())
 
 
 @pytest.mark.parametrize(
