@@ -204,6 +204,15 @@ class AveragedWeights:
         network.load_state_dict(self._average, strict=False)
 
 
+@torch.no_grad()
+def blend(network: nn.Module, other: nn.Module, share: float) -> None:
+    """Moves a network's weights this share of the way to those of another of its shape."""
+    theirs = other.state_dict()
+    for name, mine in network.state_dict().items():
+        if mine.is_floating_point():
+            mine.lerp_(theirs[name], share)
+
+
 def crop_mouth(frames: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
     """frames (N, 3, H, W), centre (N, 2) x, y in pixels, scale (N,) -> (N, 3, 48, 64)."""
     rows, columns = MOUTH_CROP

@@ -14,6 +14,7 @@ CPU it only proves that the code runs. A run's folder holds all that a later run
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from characters_serve.config import ModelConfig
 from characters_serve.model.weights import BUILTIN, load_generator, save_network
 from scripts.train_tiny.data import ClipSource
+from scripts.train_tiny.networks import blend
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.quality import CHECKPOINT, Judges, converse, judge, make_renderer
 from scripts.train_tiny.real_clips import RealPictures
@@ -81,8 +83,17 @@ def main() -> None:
         action="store_true",
         help="where --resume finds one of another shape: begin it afresh and keep all the rest",
     )
+    parser.add_argument(
+        "--start-share",
+        type=float,
+        default=0.0,
+        help="of the transformer that --resume found, in the one that is exported: where two runs "
+        "ended, the mean of their weights errs less than either (RECORD.md, run 5)",
+    )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     options = parser.parse_args()
+    if options.start_share and not options.resume:
+        parser.error("--start-share needs --resume")
     started = time.monotonic()
 
     def left_s() -> float:
@@ -136,6 +147,7 @@ def main() -> None:
         save_autoencoder(autoencoder, reader, options.run)
         save_network(autoencoder.decoder, options.run, "decoder")
     say(f"{left_s():.0f} s left for the transformer")
+    beginning = copy.deepcopy(dit) if options.start_share else None
     dit, painter, log = train_dit(
         model,
         autoencoder,
@@ -154,6 +166,8 @@ def main() -> None:
         teacher_share=options.teacher_share,
         seed=options.seed,
     )
+    if beginning is not None:
+        blend(dit, beginning, options.start_share)
     save_network(dit, options.run, "dit")
     save_network(painter.decoder, options.run, "decoder")
     keep("dit", log)

@@ -37,14 +37,9 @@ LATENT_NOISE = 0.1
 COMPILE_STEPS = 3
 """A stage's clock starts after these."""
 CHUNKS_PER_CLIP = 2
-BORDER_WEIGHT = 0.5
-"""Of the change from chunk to chunk, beside that of all frames (one in seven is at a border).
-
-Without it true latents came back with 1.9 times the change at borders that they have within chunks.
-"""
 
 
-def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor, frames_per_chunk: int) -> Tensor:
+def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor) -> Tensor:
     """Weighted L1 of pixels, of their gradients and of their change in time.
 
     frames, truth: (N, T, 3, H, W); weights: (N, T, 1, H, W).
@@ -53,9 +48,7 @@ def picture_loss(frames: Tensor, truth: Tensor, weights: Tensor, frames_per_chun
     pixels = (error.abs() * weights).mean()
     columns = (error.diff(dim=-1).abs() * weights[..., 1:]).mean()
     rows = (error.diff(dim=-2).abs() * weights[..., 1:, :]).mean()
-    change = error.diff(dim=1).abs() * weights[:, 1:]
-    border = change[:, frames_per_chunk - 1 :: frames_per_chunk]
-    time_change = change.mean() + BORDER_WEIGHT * border.mean()
+    time_change = (error.diff(dim=1).abs() * weights[:, 1:]).mean()
     return pixels + 0.7 * (columns + rows) + 1.0 * time_change
 
 
@@ -98,9 +91,7 @@ class Autoencoder(nn.Module):
     def loss(self, frames: Tensor, reference: Tensor, weights: Tensor) -> Tensor:
         latent = self.encode(frames, reference)
         latent = latent + LATENT_NOISE * torch.randn_like(latent)
-        return picture_loss(
-            self.decode(latent, reference), frames, weights, self.model.frames_per_chunk
-        )
+        return picture_loss(self.decode(latent, reference), frames, weights)
 
 
 def train_autoencoder(

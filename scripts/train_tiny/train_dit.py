@@ -445,8 +445,7 @@ def painted_loss(
     shown: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    made = painter.decode(latent, images, before)
-    return picture_loss(made, shown, weights, painter.model.frames_per_chunk)
+    return picture_loss(painter.decode(latent, images, before), shown, weights)
 
 
 class JointTraining:
