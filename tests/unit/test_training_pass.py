@@ -11,20 +11,35 @@ from characters_serve.config import AudioConfig, ModelConfig, Optimizations
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.kv_cache import make_cache
 from characters_serve.model.weights import save_network
-from scripts.train_tiny.networks import ChunkEncoder
-from scripts.train_tiny.train_dit import TrainingPass, load_with_new_audio_encoder
+from scripts.train_tiny import train_dit
+from scripts.train_tiny.data import Clips
+from scripts.train_tiny.networks import ChunkEncoder, blend
+from scripts.train_tiny.train_dit import (
+    CONTROLS,
+    Pool,
+    RolloutContext,
+    TrainingPass,
+    load_with_new_audio_encoder,
+)
 
 CHUNKS = 8
+
+
+@torch.no_grad()
+def transformer(model: ModelConfig) -> CharacterDiT:
+    """Whose layers all do something: what begins with zeros is drawn, too."""
+    dit = CharacterDiT(model)
+    for parameter in dit.parameters():
+        if not parameter.any():
+            parameter.normal_(std=0.05)
+    return dit
 
 
 @torch.no_grad()
 def test_training_pass_equals_cached_steps() -> None:
     torch.manual_seed(0)
     model = ModelConfig(dim=64, num_blocks=2, num_heads=1, mlp_dim=128)
-    dit = CharacterDiT(model).eval()
-    for parameter in dit.parameters():
-        if not parameter.any():
-            parameter.normal_(std=0.05)
+    dit = transformer(model).eval()
     images = torch.rand(2, 3, model.height, model.width)
     mel = torch.randn(2, CHUNKS, 28, model.audio.num_mels)
     controls = torch.randn(2, CHUNKS, model.frames_per_chunk, model.num_controls)
@@ -83,3 +98,56 @@ def test_a_run_goes_on_with_a_new_audio_encoder_and_everything_else_as_it_was(
     with pytest.raises(RuntimeError, match="latent_in"):
         wider = small.model_copy(update={"latent_channels": 32})
         load_with_new_audio_encoder(wider, tmp_path, torch.device("cpu"))
+
+
+def test_every_clip_of_the_pool_gives_way_in_turn_and_what_is_rolled_is_of_the_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_dit, "RENEWED", 2)
+    torch.manual_seed(0)
+    model = ModelConfig(width=64, height=64, dim=64, num_blocks=1, num_heads=1, mlp_dim=128)
+    made = iter(range(1, 100))
+
+    def encode(count: int) -> Pool:
+        number = next(made)
+        frames = 2 * model.frames_per_chunk
+        mels = model.frames_per_chunk * model.mels_per_frame
+        mels += model.audio.past_frames + model.audio.future_frames
+        clips = Clips(
+            torch.full((count, 1), float(number)),
+            torch.rand(count, frames, CONTROLS),
+            torch.randn(count, 2, mels, model.audio.num_mels),
+            torch.rand(count, CONTROLS),
+        )
+        references = torch.full((count, 3, 64, 64), number, dtype=torch.uint8)
+        latents = torch.full((count, 2, model.video_tokens, model.token_channels), float(number))
+        return Pool(clips, references, latents)
+
+    pool = encode(8)
+    context = RolloutContext(transformer(model), pool, encode, group=4, seed=0)
+    renewed, rolled = [], []
+    for _ in range(5):
+        before = context.latents.clone()
+        context.refresh()
+        renewed.append(pool.clips.attributes[:, 0].int().tolist())
+        rolled.append((context.latents != before).any(dim=(1, 2, 3)).tolist())
+
+    assert renewed == [
+        [2, 2, 1, 1, 1, 1, 1, 1],
+        [2, 2, 1, 1, 3, 3, 1, 1],
+        [2, 2, 4, 4, 3, 3, 1, 1],
+        [2, 2, 4, 4, 3, 3, 5, 5],
+        [6, 6, 4, 4, 3, 3, 5, 5],
+    ]
+    first, second = [True] * 4 + [False] * 4, [False] * 4 + [True] * 4
+    assert rolled == [first, second, first, second, first]
+    assert pool.latents[:, 0, 0, 0].int().tolist() == renewed[-1]
+    assert pool.references[:, 0, 0, 0].int().tolist() == renewed[-1]
+
+
+def test_a_blend_lies_between_both_networks() -> None:
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    expected = 0.75 * one.weight.detach() + 0.25 * other.weight.detach()
+    blend(one, other, 0.25)
+    torch.testing.assert_close(one.weight.detach(), expected)
