@@ -92,8 +92,8 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
     options = parser.parse_args()
-    if options.start_share and not options.resume:
-        parser.error("--start-share needs --resume")
+    if options.start_share and (not options.resume or options.new_audio_encoder):
+        parser.error("--start-share needs all of the transformer that --resume finds")
     started = time.monotonic()
 
     def left_s() -> float:
