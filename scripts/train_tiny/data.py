@@ -40,6 +40,10 @@ class Clips(NamedTuple):
         """(N, K, frames, 7): what the model is told of the idle motion."""
         return torch.unflatten(self.controls[..., :NUM_CONTROLS], 1, (-1, frames))
 
+    def change(self) -> Tensor:
+        """(N, T, 12): how the controls differ from the reference's, which is what pictures show."""
+        return self.controls - self.reference_controls[:, None]
+
 
 class ClipSource:
     def __init__(self, folder: Path, model: ModelConfig, device: torch.device) -> None:
@@ -100,11 +104,16 @@ class ClipSource:
         return starts[:, None] + ahead
 
     def _reference_controls(self, count: int, generator: torch.Generator) -> Tensor:
-        """References look at the viewer, heads near the middle, mouths closed in most."""
+        """References are at rest, but for where some look and for mouths that some have open.
+
+        Whoever sees a picture cannot tell a head that is held at a tilt from one that is built so;
+        so what a picture shows is where its controls are zero, as it is for a picture that a user
+        picks. Gaze and open lips show where their zero is.
+        """
         device = self.device
         rows = torch.randint(0, len(self._idle), (count,), generator=generator, device=device)
         times = torch.randint(0, self._idle.shape[1], (count,), generator=generator, device=device)
-        weights = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.3, 0.3, 0.5], device=device)
+        weights = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.3, 0.3, 0.0], device=device)
         idle = self._idle[rows, times].float() * weights
         where = torch.randint(16, self._held_out - 16, (count,), generator=generator, device=device)
         open_mouth = torch.rand(count, 1, generator=generator, device=device) < 0.12

@@ -68,16 +68,23 @@ def quantise_mel(log_mel: NDArray[np.float32]) -> NDArray[np.uint8]:
     return np.asarray(np.clip(np.rint(scaled), 0, 255), np.uint8)
 
 
-TRAIN_ACCENTS: Final = (
-    "en-us", "en-us", "en", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029", "de", "es", "it", "nl",
-    "pt-br", "pl",
+ENGLISH_ACCENTS: Final = (
+    "en-us", "en-us", "en", "en-gb-x-gbclan", "en-gb-x-gbcwmd", "en-029",
+)  # fmt: skip
+FOREIGN_ACCENTS: Final = (
+    "de", "es", "it", "nl", "pt-br", "pl", "sv", "da", "nb", "is", "fi", "et", "hu", "tr", "ro",
+    "cs", "sk", "sl", "hr", "sq", "ca", "pt", "af", "lb", "lt", "lv", "id", "ms", "sw", "eo", "la",
+    "cy", "ga", "mt", "haw", "vi", "az", "eu", "ru", "el",
 )  # fmt: skip
 HELD_OUT_ACCENTS: Final = ("en-gb-scotland", "en-gb-x-rp", "en-us-nyc", "fr")
 TRAIN_VARIANTS: Final = (
-    "m1", "m2", "m3", "m4", "m6", "m7", "f1", "f2", "f4", "Annie", "Andy", "Alex", "Andrea",
-    "Denis", "Lee", "Mike", "Michael", "Reed", "adam", "anika", "belinda", "caleb", "ed", "ian",
-    "john",
-    "linda", "max", "norbert", "paul", "rob", "steph", "victor", "zac", "Hugo", "Marco",
+    "m1", "m2", "m3", "m4", "m6", "m7", "m8", "f1", "f2", "f4", "Annie", "Andy", "Alex", "Andrea",
+    "Denis", "Diogo", "Henrique", "Hugo", "Jacky", "Lee", "Marco", "Mario", "Mike", "Michael",
+    "Nguyen", "Reed", "RicishayMax", "Storm", "Tweaky", "adam", "anika", "announcer", "antonio",
+    "aunty", "belinda", "benjamin", "boris", "caleb", "croak", "david", "ed", "grandma", "grandpa",
+    "gustave", "ian", "iven", "iven2", "john", "kaukovalta", "klatt", "klatt3", "klatt5", "linda",
+    "marcelo", "max", "michel", "miguel", "mike2", "norbert", "pablo", "paul", "pedro", "quincy",
+    "rob", "robert", "sandro", "shelby", "steph", "victor", "zac",
 )  # fmt: skip
 HELD_OUT_VARIANTS: Final = ("m5", "f3", "f5", "Gene", "edward", "steph2", "travis", "Alicia")
 
@@ -102,11 +109,16 @@ class ClipMaker:
         rng = self._rng
         source = rng.choices((0, 1, 2), (0.55, 0.45, 0.0) if self._held_out else (0.45, 0.3, 0.25))
         if source == [0]:
-            accents = HELD_OUT_ACCENTS if self._held_out else TRAIN_ACCENTS
-            variants = HELD_OUT_VARIANTS if self._held_out else TRAIN_VARIANTS
-            voice = f"{rng.choice(accents)}+{rng.choice(variants)}"
+            if self._held_out:
+                voice = f"{rng.choice(HELD_OUT_ACCENTS)}+{rng.choice(HELD_OUT_VARIANTS)}"
+            else:
+                accents: tuple[str, ...] = rng.choice((ENGLISH_ACCENTS, FOREIGN_ACCENTS))
+                voice = f"{rng.choice(accents)}+{rng.choice(TRAIN_VARIANTS)}"
             rate, pitch, spread = rng.randint(105, 230), rng.randint(15, 90), rng.randint(15, 95)
-            return 0, lambda text: self._espeak.speak(text, voice, rate, pitch, spread)
+            larger = 1.0 if self._held_out else rng.choice((1.0, rng.uniform(0.85, 1.18)))
+            return 0, lambda text: resampled(
+                self._espeak.speak(text, voice, rate, pitch, spread), larger
+            )
         pace = rng.uniform(0.8, 1.25)
         shift = rng.choice((1.0, rng.uniform(0.80, 1.25)))  # a larger or a smaller head
         if source == [1]:

@@ -39,22 +39,29 @@ from scripts.train_tiny.data import (
     render_clips,
     render_with_references,
 )
-from scripts.train_tiny.networks import AveragedWeights, MuonAdamW, correlation, mixed_precision
+from scripts.train_tiny.networks import (
+    CONTROLS,
+    MOUTH_CONTROLS,
+    AveragedWeights,
+    LatentReader,
+    MuonAdamW,
+    correlation,
+    mixed_precision,
+    unread,
+)
 from scripts.train_tiny.profiler import StepProfiler
 from scripts.train_tiny.real_clips import RealClips, RealPictures
 from scripts.train_tiny.renderer import Renderer
 from scripts.train_tiny.replayed import ReplayedGradients
 from scripts.train_tiny.train_autoencoder import (
     COMPILE_STEPS,
+    LATENT_NOISE,
     Autoencoder,
     picture_loss,
     region_weights,
     say,
 )
-from scripts.train_tiny.visemes import MOUTH_CONTROLS as MOUTH_CONTROL_NAMES
 
-MOUTH_CONTROLS = len(MOUTH_CONTROL_NAMES)
-CONTROLS = NUM_CONTROLS + MOUTH_CONTROLS
 PICTURE_WEIGHT = 4.0
 MOUTH_WEIGHT = 2.0
 REFRESH_STEPS, REFRESHED, RENEWED = 80, 1024, 256
@@ -63,10 +70,10 @@ REFRESH_STEPS, REFRESHED, RENEWED = 80, 1024, 256
 Of 6,144 clips kept for a whole run some were learned by heart: an error of 0.036 in the context of
 their rollouts, of 0.07 on others.
 """
-READ_WEIGHT = 2.0
+READ_WEIGHT = 0.3
 PAINTER_RATE = 3e-4
 ADAM_ONLY = ("latent_in", "final.out", "noise_in.0", "control_encoder.0", "place", "layers.1.")
-AUDIO_SHARE = 0.02
+AUDIO_SHARE = 0.03
 """Of the stage's seconds: for the audio encoder alone."""
 AUDIO_RATE = 3e-3
 AUDIO_ADAM_ONLY = ("encoder.conv_in", "read")
@@ -286,33 +293,6 @@ def train_audio_encoder(
     return found
 
 
-class LatentReader(nn.Module):
-    """Reads the controls of each frame, idle ones and the mouth's, from a chunk's latent.
-
-    It tells the transformer which of a latent's directions are lids, gaze and mouth, of which the
-    plain latent loss knows nothing. What the scores read, the pictures, another network reads.
-    """
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.frames = model.frames_per_chunk
-        self.grid = (model.grid_rows, model.grid_columns)
-        self.layers = nn.Sequential(
-            nn.Conv2d(model.token_channels, 128, 3, padding=1),
-            nn.SiLU(),
-            nn.Conv2d(128, 64, 3, padding=1),
-            nn.SiLU(),
-            nn.Flatten(),
-            nn.Linear(64 * model.video_tokens, self.frames * CONTROLS),
-        )
-
-    def forward(self, latent: Tensor) -> Tensor:
-        """(..., V, C) -> (..., frames, 12)."""
-        channels_first = latent.flatten(0, -3).transpose(-1, -2)
-        read: Tensor = self.layers(torch.unflatten(channels_first, -1, self.grid))
-        return read.reshape(*latent.shape[:-2], self.frames, -1)
-
-
 def train_latent_reader(
     model: ModelConfig, pool: Pool, generator: torch.Generator, steps: int
 ) -> tuple[LatentReader, list[float]]:
@@ -320,13 +300,15 @@ def train_latent_reader(
     device = pool.latents.device
     reader = LatentReader(model).to(device)
     optimizer = torch.optim.AdamW(reader.parameters(), lr=2e-3, weight_decay=0.05)
-    told = torch.unflatten(pool.clips.controls, 1, (-1, reader.frames))
+    told = torch.unflatten(pool.clips.change(), 1, (-1, reader.frames))
     kept_back = max(1, len(told) // 16)
     for step in range(steps):
         rows = torch.randint(kept_back, len(told), (256,), generator=generator, device=device)
         at = torch.randint(0, told.shape[1], (256,), generator=generator, device=device)
         latent = pool.latents[rows, at].float()
-        latent = latent + 0.1 * torch.randn(latent.shape, generator=generator, device=device)
+        latent = latent + LATENT_NOISE * torch.randn(
+            latent.shape, generator=generator, device=device
+        )
         loss = functional.mse_loss(reader(latent), told[rows, at])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -404,7 +386,8 @@ def roll_out(dit: CharacterDiT, clips: Clips, references: Tensor, seed: int) -> 
 class Batch(NamedTuple):
     """What one step trains on: K chunks of B clips, as TrainingPass takes them, and their truth.
 
-    truth: (B, K, V, C). told: (B, K, frames, 12), the true controls. Of D of the clips the chunks
+    truth: (B, K, V, C). told and change: (B, K, frames, 12), the true controls, and how they differ
+    from the reference's. Of D of the clips the chunks
     `pair` (2,) are decoded, and R clips of real pictures beside them, from their latents
     real (R, 2, V, C) and their references real_images (R, 3, H, W): before (D + R, V, C), the true
     latent before them; shown and its weights (D + R, T, 3 and 1, H, W).
@@ -418,6 +401,7 @@ class Batch(NamedTuple):
     offset: Tensor
     truth: Tensor
     told: Tensor
+    change: Tensor
     pair: Tensor
     real: Tensor
     real_images: Tensor
@@ -533,6 +517,7 @@ class JointTraining:
             offset=offset,
             truth=truth,
             told=told,
+            change=told - pool.clips.reference_controls[rows][:, None, None],
             pair=torch.tensor([second - 1, second], device=self._device),
             real=real,
             real_images=moved.reference,
@@ -572,7 +557,7 @@ class JointTraining:
         told = batch.told[..., NUM_CONTROLS:]
         mouth = functional.mse_loss(mouth, told.reshape(mouth.shape))
         made = clean[self._batch :]
-        read = functional.mse_loss(self._latent_reader(made), batch.told)
+        read = unread(self._latent_reader(made), batch.change)
         with mixed_precision(self._device):
             picture = self._painted_loss(
                 self.painter,
@@ -668,7 +653,8 @@ def train_dit(
     )
     log: list[dict[str, float]] = []
     total = seconds_left()
-    step = 0
+    step = logged = 0
+    since = torch.zeros(len(Losses._fields), device=device)
     started = time.monotonic()
     while (elapsed := time.monotonic() - started) < total:
         if step == COMPILE_STEPS:
@@ -682,9 +668,12 @@ def train_dit(
         pace = min(1.0, (step + 1) / 150) * max(0.02, fall)
         training.update(rate, pace)
         step += 1
+        since += torch.stack(losses).detach()
         profiler.tick("transformer", step)
         if step % 200 == 0 or step in (1, 20, 60):
-            figures = {name: loss.item() for name, loss in losses._asdict().items()}
+            figures = dict(zip(Losses._fields, (since / (step - logged)).tolist(), strict=True))
+            logged = step
+            since.zero_()
             log.append({"step": step, "seconds": elapsed, **figures})
             say("dit " + " ".join(f"{k} {v:.4g}" for k, v in log[-1].items()))
     training.finish()

@@ -13,9 +13,8 @@ from characters_serve.model.kv_cache import make_cache
 from characters_serve.model.weights import save_network
 from scripts.train_tiny import train_dit
 from scripts.train_tiny.data import Clips
-from scripts.train_tiny.networks import ChunkEncoder, blend
+from scripts.train_tiny.networks import CONTROLS, ChunkEncoder, blend
 from scripts.train_tiny.train_dit import (
-    CONTROLS,
     Pool,
     RolloutContext,
     TrainingPass,
