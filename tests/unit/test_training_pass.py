@@ -13,7 +13,7 @@ from characters_serve.model.kv_cache import make_cache
 from characters_serve.model.weights import save_network
 from scripts.train_tiny import train_dit
 from scripts.train_tiny.data import Clips
-from scripts.train_tiny.networks import CONTROLS, ChunkEncoder, blend
+from scripts.train_tiny.networks import CONTROLS, ChunkEncoder, blend, unread
 from scripts.train_tiny.train_dit import (
     Pool,
     RolloutContext,
@@ -150,3 +150,14 @@ def test_a_blend_lies_between_both_networks() -> None:
     expected = 0.75 * one.weight.detach() + 0.25 * other.weight.detach()
     blend(one, other, 0.25)
     torch.testing.assert_close(one.weight.detach(), expected)
+
+
+def test_what_moves_little_counts_as_much_as_what_moves_widely() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.linspace(0.2, 2, CONTROLS)
+    change = torch.randn(400, 4, CONTROLS, generator=generator) * scale
+    assert float(unread(change, change)) == 0
+    for control in (0, CONTROLS - 1):
+        read = change.clone()
+        read[..., control] = 0
+        assert float(unread(read, change)) == pytest.approx(1 / CONTROLS, rel=0.05)

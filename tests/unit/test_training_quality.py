@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.idle_controls import NUM_CONTROLS
+from characters_serve.model.idle_controls import CONTROL_NAMES, NUM_CONTROLS
 from scripts.train_tiny.data import LOWEST, ClipSource
 from scripts.train_tiny.quality import Seen, figures
 
@@ -113,6 +113,11 @@ def test_held_out_talks_go_round_the_speech_and_know_which_frame_each_sound_is_o
     clips = source.sample(4, frames, torch.Generator().manual_seed(1), held_out=True)
     said = (clips.controls[..., NUM_CONTROLS] * 255).round()
     assert int(said.min()) == held_out + 16 and int(said.max()) == spoken - 16 - 1
+    # All idle controls are 1 here; what a picture shows is zero of all but where its eyes look.
+    at_rest = clips.reference_controls[:, :NUM_CONTROLS]
+    gaze = [CONTROL_NAMES.index(name) for name in ("gaze_x", "gaze_y")]
+    assert sorted(set(at_rest.nonzero()[:, 1].tolist())) == gaze
+    assert torch.equal(clips.change()[:, 0], clips.controls[:, 0] - clips.reference_controls)
     heard_in = source.frames_heard(frames)
     own = heard_in[5, MODEL.audio.past_frames :][: 4 * MODEL.mels_per_frame]
     assert own.tolist() == np.repeat(range(20, 24), MODEL.mels_per_frame).tolist()

