@@ -3,7 +3,7 @@
 Voices with known phoneme times (`voices.py`) say random sentences at many rates and pitches, in
 rooms and through microphones of many kinds.  Run from the repository root:
 
-    python scripts/train_tiny/speech.py --minutes 100 --out scripts/train_tiny/data/speech.npz
+    python scripts/train_tiny/speech.py --minutes 230 --out scripts/train_tiny/data/speech.npz
 
 Arrays of the npz (M = 4 V):
 
@@ -303,7 +303,7 @@ def _report(arrays: dict[str, NDArray[Any]], seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=100.0, help="in all, held-out included")
+    parser.add_argument("--minutes", type=float, default=230.0, help="in all, held-out included")
     parser.add_argument("--held-out-minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
 """Trains the embedded character end to end and exports it into the package.
 
-    python -m scripts.train_tiny.speech --minutes 100 --out scripts/train_tiny/data/speech.npz
+    python -m scripts.train_tiny.speech --minutes 230 --out scripts/train_tiny/data/speech.npz
     python -m scripts.train_tiny.idle_tracks --out scripts/train_tiny/data/idle.npz
     python -m scripts.train_tiny.fused_renderer --out scripts/train_tiny/data/renderer.cubin
     python -m scripts.train_tiny.real_pictures --out scripts/train_tiny/data/real.npz
