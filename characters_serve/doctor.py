@@ -251,13 +251,13 @@ def _listener(agent: AgentConfig) -> Finding:
     subject = "speech recognition"
     if agent.kind != "local":
         return Finding(subject, f"not done here (agent.kind is {agent.kind})")
-    from characters_serve.agent.whisper_ears import MODEL_ENV, find_model
+    from characters_serve.agent.whisper_ears import find_model
 
     missing = ""
     if importlib.util.find_spec("faster_whisper") is None:
         missing = "faster-whisper is not installed (pip install -e '.[whisper]')"
-    elif find_model(agent.whisper_model, os.environ) is None:
-        missing = f"there is no model in agent.whisper_model or {MODEL_ENV}"
+    elif find_model(agent.whisper_model) is None:
+        missing = "there is no model in agent.whisper_model"
     if agent.recogniser == "pocketsphinx":
         return Finding(subject, "pocketsphinx, as configured")
     if not missing:
