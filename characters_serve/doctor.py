@@ -182,9 +182,11 @@ def _way(config: Config, decoder: bool, most_ranks: int, room: float) -> str:
 
 
 def without_fp8(config: Config, capability: tuple[int, int]) -> list[Finding]:
-    """capability: the least of the GPUs here. e4m3 begins with 8.9."""
+    """capability: the least of the GPUs here."""
+    from characters_kernels.fp8 import CAPABILITY
+
     flags = [f for f in ("fp8_gemm", "fp8_kv_cache") if getattr(config.optimizations, f)]
-    if not flags or capability >= (8, 9):
+    if not flags or capability >= CAPABILITY:
         return []
     changes = " ".join(f"optimizations.{flag}=false" for flag in flags)
     words = f"not in GPUs of compute capability {capability[0]}.{capability[1]}: with {changes} it "
