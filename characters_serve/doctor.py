@@ -182,9 +182,11 @@ def _way(config: Config, decoder: bool, most_ranks: int, room: float) -> str:
 
 
 def without_fp8(config: Config, capability: tuple[int, int]) -> list[Finding]:
-    """capability: the least of the GPUs here. e4m3 begins with 8.9."""
+    """capability: the least of the GPUs here."""
+    from characters_kernels.fp8 import CAPABILITY
+
     flags = [f for f in ("fp8_gemm", "fp8_kv_cache") if getattr(config.optimizations, f)]
-    if not flags or capability >= (8, 9):
+    if not flags or capability >= CAPABILITY:
         return []
     changes = " ".join(f"optimizations.{flag}=false" for flag in flags)
     words = f"not in GPUs of compute capability {capability[0]}.{capability[1]}: with {changes} it "
@@ -251,13 +253,13 @@ def _listener(agent: AgentConfig) -> Finding:
     subject = "speech recognition"
     if agent.kind != "local":
         return Finding(subject, f"not done here (agent.kind is {agent.kind})")
-    from characters_serve.agent.whisper_ears import MODEL_ENV, find_model
+    from characters_serve.agent.whisper_ears import find_model
 
     missing = ""
     if importlib.util.find_spec("faster_whisper") is None:
         missing = "faster-whisper is not installed (pip install -e '.[whisper]')"
-    elif find_model(agent.whisper_model, os.environ) is None:
-        missing = f"there is no model in agent.whisper_model or {MODEL_ENV}"
+    elif find_model(agent.whisper_model) is None:
+        missing = "there is no model in agent.whisper_model"
     if agent.recogniser == "pocketsphinx":
         return Finding(subject, "pocketsphinx, as configured")
     if not missing:

@@ -46,6 +46,11 @@ class ChildFailed(RuntimeError):
         self.permanent = permanent
 
 
+def is_permanent(error: Exception) -> bool:
+    """Of what ended a start: whether another try would fail as well."""
+    return isinstance(error, ChildFailed) and error.permanent
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
     """What every child is started with."""
     parser = argparse.ArgumentParser(description=description)

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from characters_serve.agent.pocketsphinx_ears import PocketsphinxEars
-from characters_serve.agent.whisper_ears import MODEL_ENV, WhisperEars, find_model
+from characters_serve.agent.whisper_ears import WhisperEars, find_model
 from characters_serve.config import AgentConfig, ConfigError
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def load_ears(config: AgentConfig) -> Ears:
     if config.recogniser == "pocketsphinx":
         return PocketsphinxEars()  # the configuration has made sure of the language
     installed = importlib.util.find_spec("faster_whisper") is not None
-    model = find_model(config.whisper_model, os.environ) if installed else None
+    model = find_model(config.whisper_model) if installed else None
     if model is not None:
         # Its own worker threads are as nice as the one that makes them.
         with ThreadPoolExecutor(
@@ -74,7 +74,7 @@ def load_ears(config: AgentConfig) -> Ears:
     if not installed:
         missing = "faster-whisper is not installed"
     else:
-        missing = f"no model folder in agent.whisper_model or {MODEL_ENV}"
+        missing = "no model folder in agent.whisper_model"
     needed = config.recogniser == "whisper" or config.language != "en"
     if needed or config.whisper_model is not None:
         raise ConfigError(f"agent.recogniser: whisper cannot listen: {missing}")

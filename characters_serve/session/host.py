@@ -47,7 +47,13 @@ from characters_serve.messages import (
     UserSpeech,
     VideoChunk,
 )
-from characters_serve.processes import AsyncControlLink, ChildFailed, arguments, read_config
+from characters_serve.processes import (
+    AsyncControlLink,
+    ChildFailed,
+    arguments,
+    is_permanent,
+    read_config,
+)
 from characters_serve.session.children import Children
 from characters_serve.session.counters import SESSION_GAUGES, Counters
 from characters_serve.session.external_link import ExternalLink
@@ -106,8 +112,7 @@ class Host:
         try:
             details = await self._children.start()
         except (ChildFailed, OSError) as error:
-            permanent = isinstance(error, ChildFailed) and error.permanent
-            await self._link.failed(str(error), permanent=permanent)
+            await self._link.failed(str(error), permanent=is_permanent(error))
             await asyncio.sleep(LAST_WORD_S)
             return 1
         await self._link.warming()

@@ -24,13 +24,7 @@ from aiortc import (
 from aiortc.mediastreams import MediaStreamError
 
 from characters_serve.config import DeliveryConfig
-from characters_serve.session.encoders import EncoderThread
-from characters_serve.session.events import MessageLimit
-from characters_serve.session.ice import NoPortFree, announce, listen_on
-from characters_serve.session.microphone import PIECE_S, Microphone
-from characters_serve.session.offer import OfferRefused
-from characters_serve.session.rate import RateBounds, RateControl
-from characters_serve.session.rtcp_clock import (
+from characters_serve.session.aiortc_patches import (
     MediaSender,
     adopt_sender,
     ask_for_arrivals,
@@ -39,6 +33,12 @@ from characters_serve.session.rtcp_clock import (
     hear_arrivals,
     remove_jitter_buffer,
 )
+from characters_serve.session.encoders import EncoderThread
+from characters_serve.session.events import MessageLimit
+from characters_serve.session.ice import NoPortFree, announce, listen_on
+from characters_serve.session.microphone import PIECE_S, Microphone
+from characters_serve.session.offer import OfferRefused
+from characters_serve.session.rate import RateBounds, RateControl
 from characters_serve.session.tracks import Delivery
 
 log = logging.getLogger(__name__)

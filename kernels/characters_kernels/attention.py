@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from characters_kernels.fp8 import as_e4m3
+from characters_kernels.fp8 import as_e4m3, computes_in_fp8
 from characters_kernels.triton_jit import INSTALLED, jit, tl
 
 Backend = Literal["fa3", "triton", "reference"]
@@ -44,7 +44,7 @@ def backend(device: torch.device) -> Backend:
     """What runs on a device; an error where nothing can."""
     if device.type == "cpu":
         return "reference"
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+    if not computes_in_fp8(device):
         raise ValueError(f"FP8 attention needs a GPU that computes in FP8, not {device}")
     if torch.cuda.get_device_capability(device)[0] == 9 and importlib.util.find_spec(
         "fa3_fwd_interface"

@@ -16,11 +16,20 @@ from characters_kernels.triton_jit import INSTALLED, INTERPRETED, jit, tl
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+CAPABILITY = (8, 9)
+"""The least compute capability of a GPU that multiplies e4m3."""
 
 HEADROOM = 4.0
 """Largest value that a scale leaves room for, over the largest seen in calibration: a session's
 first forward pass sees its prefix only. e4m3 keeps three bits of mantissa over 15 octaves, so that
 is cheap: what lies 13 octaves below the largest is still a normal number."""
+
+
+def computes_in_fp8(device: torch.device) -> bool:
+    """GPUs that multiply e4m3, and CPUs through the references."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= CAPABILITY
+    return device.type == "cpu"
 
 
 def scale_for(largest: Tensor) -> Tensor:

@@ -343,6 +343,7 @@ def sample_levels(
 class RolloutContext:
     """Latents that stand in for the true context: the model's own, refreshed group by group.
 
+    group: how many clips; the last group is what is left of the pool.
     encode: so many clips never seen before, which take the place of a part of each group in turn.
     """
 
@@ -356,12 +357,12 @@ class RolloutContext:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        groups = len(self.latents) // self._group
-        turns, group = divmod(self._turn, groups)
-        rows = slice(group * self._group, (group + 1) * self._group)
-        renewed = min(RENEWED, self._group)
-        parts = self._group // renewed
-        self._pool.replace(rows.start + turns % parts * renewed, self._encode(renewed))
+        groups = torch.split(torch.arange(len(self.latents)), self._group)
+        turns, group = divmod(self._turn, len(groups))
+        rows = groups[group]
+        parts = torch.split(rows, RENEWED)
+        part = parts[turns % len(parts)]
+        self._pool.replace(int(part[0]), self._encode(len(part)))
         clips = Clips(*(field[rows] for field in self._pool.clips))
         self._dit.eval()
         rolled = roll_out(self._dit, clips, self._pool.references[rows], self._seed + self._turn)
@@ -458,7 +459,7 @@ class JointTraining:
         self.painter = copy.deepcopy(autoencoder).train()
         self.painter.encoder.requires_grad_(False)
         self.painter.decoder.requires_grad_(True)
-        self.context = RolloutContext(dit, pool, encode, min(REFRESHED, len(pool.latents)), seed)
+        self.context = RolloutContext(dit, pool, encode, REFRESHED, seed)
         self._model, self._device = dit.config, generator.device
         self._frames = dit.config.frames_per_chunk
         self._pool, self._renderer, self._generator = pool, renderer, generator

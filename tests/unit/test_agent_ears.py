@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from characters_serve.agent import whisper_ears
 from characters_serve.agent.ears import load_ears
 from characters_serve.agent.pocketsphinx_ears import Hearing, PocketsphinxEars, choose
 from characters_serve.agent.understanding import normalise
@@ -122,9 +122,9 @@ def test_a_phrase_is_believed_only_if_it_explains_the_sounds() -> None:
 
 
 def test_auto_takes_what_there_is_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CHARACTERS_WHISPER_MODEL", str(tmp_path))
+    monkeypatch.setattr(whisper_ears, "_WHEEL", ("no_such_wheel", "model"))
     with caplog.at_level(logging.WARNING):
         ears = load_ears(AgentConfig())
     assert "pocketsphinx" in ears.description
@@ -140,14 +140,10 @@ def test_whisper_by_name_is_had_or_refused(tmp_path: Path) -> None:
             load_ears(config)
 
 
-def test_where_a_whisper_model_is_looked_for(tmp_path: Path) -> None:
-    for name in ("configured", "environment"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.bin").write_bytes(b"")
-    environment = {"CHARACTERS_WHISPER_MODEL": str(tmp_path / "environment")}
-    assert find_model(str(tmp_path / "configured"), environment) == tmp_path / "configured"
-    assert find_model(None, environment) == tmp_path / "environment"
-    assert find_model(str(tmp_path / "nothing"), environment) is None
+def test_a_whisper_model_is_looked_for_where_it_is_configured(tmp_path: Path) -> None:
+    assert find_model(str(tmp_path)) is None
+    (tmp_path / "model.bin").write_bytes(b"")
+    assert find_model(str(tmp_path)) == tmp_path
 
 
 def test_sounds_that_are_no_words_are_left_out() -> None:
@@ -157,7 +153,7 @@ def test_sounds_that_are_no_words_are_left_out() -> None:
 @pytest.fixture(scope="module")
 def whisper() -> WhisperEars:
     pytest.importorskip("faster_whisper", reason="the whisper extra is not installed")
-    model = find_model(None, os.environ)
+    model = find_model(None)
     if model is None:
         pytest.skip("no whisper model on this machine")
     return WhisperEars(model)

@@ -8,9 +8,10 @@ import functools
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from characters_kernels.fp8 import E4M3
-from characters_serve.config import Config, ModelConfig, Optimizations
+from characters_serve.config import Config, ConfigError, ModelConfig, Optimizations
 from characters_serve.engine.denoiser import Denoiser
 from characters_serve.model.dit import CharacterDiT
 from characters_serve.model.fp8 import Fp8Linear, calibrating, convert_projections
@@ -142,6 +143,16 @@ def test_the_model_is_converted_once_and_its_weights_are_e4m3() -> None:
         assert block.in_projection.weight.dtype == E4M3
         near = block.in_projection.weight.float() * block.in_projection.weight_scale
         torch.testing.assert_close(near, original.in_projection.weight, rtol=0.07, atol=1e-3)
+
+
+def test_fp8_on_a_gpu_without_it_is_a_mistake_in_the_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with FakeTensorMode():
+        on_gpu = torch.zeros(1, dtype=torch.int32, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(ConfigError, match=r"optimizations\.fp8_gemm needs .* not cuda:0"):
+        convert_projections(copy.deepcopy(network()), on_gpu)
 
 
 def test_a_converted_out_projection_is_still_summed_over_the_ranks() -> None:

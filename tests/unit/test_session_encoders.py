@@ -11,8 +11,8 @@ import pytest
 from aiortc import RTCPeerConnection
 from aiortc.rtp import RtpPacket
 
+from characters_serve.session.aiortc_patches import remove_jitter_buffer
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder, VoiceEncoder
-from characters_serve.session.rtcp_clock import remove_jitter_buffer
 
 
 def picture(slot: int) -> av.VideoFrame:

@@ -26,7 +26,8 @@ from aiortc.rtp import (
 from characters_serve.config import DeliveryConfig, ModelConfig
 from characters_serve.engine.pattern import pattern_chunk, read_counter
 from characters_serve.messages import StepInput
-from characters_serve.session import peer, rtcp_clock, tracks
+from characters_serve.session import aiortc_patches, peer, tracks
+from characters_serve.session.aiortc_patches import MediaSender
 from characters_serve.session.clock import AUDIO_RATE, MediaClock
 from characters_serve.session.encoders import VIDEO_CLOCK, VideoEncoder
 from characters_serve.session.events import MAX_MESSAGES_PER_S
@@ -34,7 +35,6 @@ from characters_serve.session.microphone import Microphone
 from characters_serve.session.offer import check_offer
 from characters_serve.session.peer import Peer, PeerCallbacks
 from characters_serve.session.playout import Playout
-from characters_serve.session.rtcp_clock import MediaSender
 from characters_serve.session.tracks import Delivery
 from tests.unit.session_rig import Browser, HandClock
 from tests.waiting import until
@@ -274,7 +274,7 @@ async def test_keyframe_requests_are_answered_once_a_second(
 
         sender.executor.submit = watch
         clock = HandClock(time.monotonic() + 60)
-        monkeypatch.setattr(rtcp_clock, "time", clock)
+        monkeypatch.setattr(aiortc_patches, "time", clock)
         for second in range(3):
             pictures = len(encoded)
             while len(encoded) < pictures + 8:

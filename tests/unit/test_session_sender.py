@@ -33,10 +33,10 @@ from aiortc.rtp import (
     RtpPacket,
 )
 
-from characters_serve.session import arrivals, rtcp_clock
+from characters_serve.session import aiortc_patches, arrivals
+from characters_serve.session.aiortc_patches import HISTORY_PACKETS, adopt_sender, hear_arrivals
 from characters_serve.session.clock import AUDIO_RATE, PACKET_SAMPLES, MediaClock
 from characters_serve.session.rate import RateBounds, RateControl, _Probe
-from characters_serve.session.rtcp_clock import HISTORY_PACKETS, adopt_sender, hear_arrivals
 from tests.relay import Conditions, Link
 from tests.unit.session_rig import HandClock
 from tests.unit.test_session_arrivals import feedback
@@ -109,7 +109,7 @@ class Sender:
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
     """The senders' time."""
     clock = HandClock(1000.0)
-    monkeypatch.setattr(rtcp_clock, "time", clock)
+    monkeypatch.setattr(aiortc_patches, "time", clock)
     return clock
 
 
@@ -437,7 +437,8 @@ async def test_a_report_that_comes_after_the_next_one_was_sent_has_a_round_trip(
 async def test_the_first_report_leaves_with_the_first_packet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rtcp_clock, "random", SimpleNamespace(random=lambda: 60.0))  # the others
+    later_reports = SimpleNamespace(random=lambda: 60.0)
+    monkeypatch.setattr(aiortc_patches, "random", later_reports)
     video = Sender()
     video.sender.set_private("cname", "a name")
     reporting = asyncio.create_task(video.sender._run_rtcp())
