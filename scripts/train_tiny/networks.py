@@ -87,9 +87,8 @@ class UnitScale(nn.Module):
 class LatentReader(nn.Module):
     """Reads how each frame's controls differ from the reference's, from a chunk's latent.
 
-    Trained with the autoencoder it keeps in the latents what pictures show little of, as gaze; then
-    it tells the transformer which of a latent's directions are what. What the scores read, the
-    pictures, another network reads.
+    Trained with the autoencoder it keeps latents readable; then it tells the transformer which of
+    their directions are what. What the scores read, the pictures, another network reads.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -115,7 +114,7 @@ class LatentReader(nn.Module):
 def unread(read: Tensor, change: Tensor) -> Tensor:
     """Squared error of what a LatentReader read, in shares of each control's variance: () from 0.
 
-    read, change: (..., 12). Gaze varies by a fifth of what heads do, and counts as much.
+    read, change: (..., 12). Gaze varies by a third of what heads do, and counts as much.
     """
     over = tuple(range(change.ndim - 1))
     shares = (read - change).square().mean(over) / (change.var(over) + 1e-3)
