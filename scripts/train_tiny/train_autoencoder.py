@@ -167,9 +167,9 @@ def train_autoencoder(
         clips = source.sample(batch, frames, generator)
         with torch.no_grad():
             truth, reference, weights = show(clips, renderer, real, generator)
-        drawn = batch - (real.per_batch if real else 0)
+        change = clips.change()[: _drawn(batch, real)]
         with mixed_precision(device):
-            loss = loss_of(network, reader, truth, reference, weights, clips.change()[:drawn])
+            loss = loss_of(network, reader, truth, reference, weights, change)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(optimizer.parameters, 1.0)
         progress = elapsed / seconds
@@ -198,7 +198,7 @@ def show(
     clips: Clips, renderer: Renderer, real: RealPictures | None, generator: torch.Generator
 ) -> RealClips:
     """The clips rendered, but for the last, which move real pictures."""
-    drawn = len(clips.controls) - (real.per_batch if real else 0)
+    drawn = _drawn(len(clips.controls), real)
     rendered = Clips(*(field[:drawn] for field in clips))
     made = RealClips(*render_with_references(renderer, rendered), region_weights(rendered))
     if real is None:
@@ -360,6 +360,11 @@ def load_autoencoder(
     network.decoder.load_state_dict(load_file(weights / "decoder.safetensors"))
     reader.load_state_dict(torch.load(checkpoint / "mouth_reader.pt", map_location="cpu"))
     return network.eval().requires_grad_(False), reader.to(device).eval().requires_grad_(False)
+
+
+def _drawn(batch: int, real: RealPictures | None) -> int:
+    """How many of a batch's clips are rendered, before those that move real pictures."""
+    return batch - (real.per_batch if real else 0)
 
 
 def _autoencoder(model: ModelConfig, device: torch.device) -> Autoencoder:
